@@ -1,0 +1,1 @@
+"""How it is measured: studies, inputs, checks, timing, records, reports and the command line."""

@@ -1,0 +1,1 @@
+"""What is computed, and by whom: the problem, the contract, the oracle and every implementation."""

@@ -1,0 +1,45 @@
+"""The implementations, in the order in which reports list them. Adding one is one file and one line here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from impls.contract import DecodeImpl
+
+IMPLS: dict[str, str] = {
+    "tilelang-splitkv": "impls.tilelang_splitkv:TileLangSplitKV",
+    "triton-splitkv": "impls.triton_splitkv:TritonSplitKV",
+    "flash-attn-2": "impls.flash_attn:FlashAttn2",
+    "flash-attn-3": "impls.flash_attn:FlashAttn3",
+    "torch-varlen": "impls.torch_attention:TorchVarlen",
+    "torch-sdpa": "impls.torch_attention:TorchSdpa",
+}
+"""Implementation id -> ``module:Class``."""
+
+OURS = ("tilelang-splitkv", "triton-splitkv")
+"""The kernels this project writes; the others are baselines."""
+
+
+def check_name(name: str) -> str:
+    """Return ``name`` if it is a known implementation id.
+
+    Raises:
+        KeyError: listing the known ids.
+    """
+    if name not in IMPLS:
+        raise KeyError(f"implementation: expected one of {', '.join(IMPLS)}, got {name!r}")
+    return name
+
+
+def load(name: str) -> DecodeImpl:
+    """Import and construct one implementation.
+
+    Raises:
+        KeyError: if the name is unknown; the message lists the known ones.
+        impls.contract.ImplUnavailable: if its library is not here, with what import said.
+    """
+    module, cls = IMPLS[check_name(name)].split(":")
+    impl: DecodeImpl = getattr(import_module(module), cls)()
+    return impl
