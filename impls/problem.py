@@ -7,7 +7,7 @@ Everything is validated here, once; nothing downstream looks at these fields aga
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -55,8 +55,9 @@ class DecodeProblem:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.kv_lens, str) or not hasattr(self.kv_lens, "__iter__"):
-            raise ProblemError(f"kv_lens: expected a sequence of integers, got {self.kv_lens!r}")
+        given: object = self.kv_lens  # a study file may hold anything
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ProblemError(f"kv_lens: expected a sequence of integers, got {given!r}")
         lens = tuple(self.kv_lens)
         for i, n in enumerate(lens):
             if not _is_int(n):
@@ -74,7 +75,7 @@ class DecodeProblem:
             raise ProblemError(
                 f"heads_q: expected a multiple of heads_kv = {self.heads_kv}, got {self.heads_q}"
             )
-        if self.dtype not in DTYPE_BYTES:
+        if self.dtype not in list(DTYPE_BYTES):  # a list, so that an unhashable value is refused by name too
             raise ProblemError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         if self.scale is not None and (
             isinstance(self.scale, bool)
