@@ -1,0 +1,190 @@
+"""Inputs: seeded tensors of one problem, in families and memory layouts that each expose a kind of fault.
+
+Values are drawn on the device in float32 and rounded to the problem's dtype, in pieces, so that the largest
+problem needs little more memory than its tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from impls.contract import TORCH_DTYPES, DecodeInputs
+from impls.problem import DecodeProblem
+
+PIECE = 1 << 24
+"""Elements that are drawn in float32 at once (64 MiB)."""
+
+_T = TypeVar("_T")
+
+GUARD_ROWS = 64
+"""Rows put before and after K and V by :func:`guard`: half a tile of the usual kernel."""
+
+Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""``q [B, Hq, D]``, ``k`` and ``v`` ``[total_kv, Hkv, D]``, in the problem's dtype."""
+
+Family: TypeAlias = Callable[[DecodeProblem, torch.Generator], Tensors]
+"""Draws the tensors of a problem on the generator's device."""
+
+
+def make_inputs(
+    problem: DecodeProblem, seed: int, device: torch.device | str, *, family: str = "normal", layout: str = "packed"
+) -> DecodeInputs:
+    """Inputs of a problem; the same arguments give the same values on the same kind of device.
+
+    Args:
+        problem: what is to be computed.
+        seed: of the random generator.
+        device: where the tensors are made.
+        family: a key of :data:`FAMILIES`.
+        layout: a key of :data:`LAYOUTS`.
+
+    Raises:
+        KeyError: for an unknown family or layout; the message lists the known ones.
+    """
+    draw = _known("family", FAMILIES, family)
+    arrange = _known("layout", LAYOUTS, layout)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    q, k, v = draw(problem, generator)
+    k, v = arrange(k, v)
+    return DecodeInputs(problem=problem, q=q, k=k, v=v, cu_seqlens_k=_cu_seqlens(problem, device))
+
+
+def input_sets(
+    problem: DecodeProblem, seed: int, device: torch.device | str, count: int
+) -> tuple[DecodeInputs, ...]:
+    """Independent normal input sets, for rotation in cold-cache timing.
+
+    The first is that of ``make_inputs(problem, seed, device)``. All q, k and v differ; nothing is shared.
+
+    Args:
+        problem: what is to be computed.
+        seed: of the first set; the others' seeds follow from it.
+        device: where the tensors are made.
+        count: sets to make, at least 1.
+    """
+    if count < 1:
+        raise ValueError(f"count: expected >= 1, got {count}")
+    # A large odd stride keeps the sets of neighbouring seeds apart; generators take 63 bits.
+    return tuple(make_inputs(problem, (seed + i * 0x9E3779B97F4A7C15) % 2**63, device) for i in range(count))
+
+
+def _known(what: str, table: Mapping[str, _T], name: str) -> _T:
+    if name not in table:
+        raise KeyError(f"{what}: expected one of {', '.join(table)}, got {name!r}")
+    return table[name]
+
+
+def _cu_seqlens(problem: DecodeProblem, device: torch.device | str) -> Tensor:
+    return torch.tensor(problem.cu_seqlens, dtype=torch.int32, device=device)
+
+
+def _randn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Standard normal values, drawn in float32 and rounded to ``dtype``."""
+    out = torch.empty(tuple(shape), dtype=dtype, device=generator.device)
+    for piece in torch.split(out.view(-1), PIECE):
+        piece.copy_(torch.randn(piece.shape, generator=generator, device=generator.device))
+    return out
+
+
+# --- families -------------------------------------------------------------------------------------------
+
+
+def _normal(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
+    """Zero-mean, unit-variance q, k and v: scores are about standard normal, no key stands out."""
+    dtype = TORCH_DTYPES[problem.dtype]
+    kv = (problem.total_kv, problem.heads_kv, problem.head_dim)
+    q = _randn((problem.batch, problem.heads_q, problem.head_dim), dtype, generator)
+    return q, _randn(kv, dtype, generator), _randn(kv, dtype, generator)
+
+
+FAMILIES: Mapping[str, Family] = {"normal": _normal}
+"""Family name -> how its tensors are drawn."""
+
+
+# --- layouts --------------------------------------------------------------------------------------------
+
+
+def _packed(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Two contiguous tensors."""
+    return k, v
+
+
+def _interleaved(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of one buffer ``[total, 2, Hkv, D]``: rows of K and V alternate."""
+    fused = torch.stack([k, v], dim=1)
+    return fused[:, 0], fused[:, 1]
+
+
+def _interleaved_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of one buffer ``[total, Hkv, 2, D]``: K and V alternate from head to head."""
+    fused = torch.stack([k, v], dim=2)
+    return fused[:, :, 0], fused[:, :, 1]
+
+
+def _heads_first(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of ``[Hkv, total, D]``: a head's rows are adjacent, the head stride is the large one."""
+    return k.transpose(0, 1).contiguous().transpose(0, 1), v.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _sliced(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads cut out of a wider buffer whose other heads are NaN: row pitch and start differ from the packed one."""
+    views = []
+    for t in (k, v):
+        wide = t.new_full((t.shape[0], t.shape[1] + 2, t.shape[2]), torch.nan)
+        wide[:, 1:-1] = t
+        views.append(wide[:, 1:-1])
+    return views[0], views[1]
+
+
+LAYOUTS: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "packed": _packed,
+    "interleaved": _interleaved,
+    "interleaved-heads": _interleaved_heads,
+    "heads-first": _heads_first,
+    "sliced": _sliced,
+}
+"""Layout name -> how packed K and V are laid out in memory; values never change."""
+
+
+# --- what must not be read ------------------------------------------------------------------------------
+
+
+def guard(inputs: DecodeInputs, *, fill: float = math.nan, rows: int = GUARD_ROWS) -> DecodeInputs:
+    """The same inputs, with K and V as views between guard rows of ``fill`` that no kernel may read.
+
+    Args:
+        inputs: what to copy.
+        fill: NaN or an infinity.
+        rows: guard rows before and after, at least 1.
+    """
+    views = []
+    for t in (inputs.k, inputs.v):
+        buffer = t.new_full((len(t) + 2 * rows, *t.shape[1:]), fill)
+        buffer[rows : rows + len(t)] = t
+        views.append(buffer[rows : rows + len(t)])
+    return DecodeInputs(
+        problem=inputs.problem, q=inputs.q, k=views[0], v=views[1], cu_seqlens_k=inputs.cu_seqlens_k
+    )
+
+
+def isolate(inputs: DecodeInputs, sequence: int, *, fill: float = math.nan) -> DecodeInputs:
+    """The same inputs, where everything of K and V but one sequence is ``fill``: guard rows and all others.
+
+    The output of that sequence must be bit-identical to the one from ``inputs``.
+
+    Args:
+        inputs: what to copy.
+        sequence: index of the sequence that keeps its keys and values.
+        fill: NaN or an infinity.
+    """
+    isolated = guard(inputs, fill=fill)
+    start, stop = inputs.problem.cu_seqlens[sequence : sequence + 2]
+    for t in (isolated.k, isolated.v):
+        t[:start] = fill
+        t[stop:] = fill
+    return isolated

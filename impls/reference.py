@@ -1,0 +1,176 @@
+"""The float64 oracle, and the error that rounding makes unavoidable at each of its elements.
+
+The oracle works from the rounded inputs, sequence by sequence, on whatever device they are on. It never
+looks at the output of an implementation. K and V are read in chunks of keys, so memory stays bounded: a
+few float64 copies of one chunk and the scores of one sequence.
+
+The same pass measures how far an honest kernel may stray, because only here are all scores and weights in
+hand. An honest split-KV kernel computes scores in float32, rounds the weights ``P = exp(s - max)`` to the
+input dtype for the second matrix product, and accumulates in float32. :class:`Reference` holds the size
+that each of these has on the data at hand; :mod:`harness.check` adds them up to a budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from impls.contract import TORCH_DTYPES, DecodeInputs
+
+CHUNK = 1024
+"""Keys that are held in float64 at once; also the step at which partial sums are observed (``swing``)."""
+
+FP32_UNIT = 2.0**-24
+"""Unit roundoff of float32: the largest relative error of one rounding to nearest."""
+
+ROUNDING_RMS = 0.4247
+"""Root-mean-square error of one rounding to nearest, in unit roundoffs.
+
+Within a binade the error is uniform over half a spacing, so its rms is ``u / sqrt(3)`` of the power of two
+below the value; over a log-uniform mantissa ``m`` in [1, 2) that is ``u / sqrt(3) * rms(1/m)``, and
+``rms(1/m) = sqrt(3 / (8 ln 2)) = 0.7355``.
+"""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What is right, and what moves it. Everything is float64 on the inputs' device.
+
+    A sequence without keys has ``out`` 0, ``lse`` and ``top`` minus infinity, and zeros elsewhere.
+
+    Args:
+        out: ``[B, Hq, D]``: the output.
+        lse: ``[B, Hq]``: natural logarithm of the sum of exponentials.
+        top: ``[B, Hq]``: the largest score.
+        p_rms: ``[B, Hq, D]``: standard deviation of ``out`` when each ``P`` is rounded to the input dtype,
+            ``sqrt(sum_j r_j^2 v_jd^2)``, where ``r_j`` is the rms rounding error of ``p_j``. Zero for
+            float32, where ``P`` is not rounded again.
+        p_bias: ``[B, Hq, D]``: the coherent part of that rounding: float16 weights under ``2^-14`` of the
+            largest are subnormal, those under ``2^-25`` vanish, and all of them the same way.
+        s_rms: ``[B, Hq, D]``: standard deviation of ``out`` when each score has its float32 error
+            ``e_j``, ``sqrt(sum_j p_j^2 e_j^2 (v_jd - out_d)^2)``. See :func:`reference` for ``e_j``.
+        s_lse: ``[B, Hq]``: standard deviation of ``lse`` from the same errors, ``sqrt(sum_j p_j^2 e_j^2)``.
+        swing: ``[B, Hq, D]``: the largest value that a running sum ``sum_{j <= t} p_j v_jd`` takes, or
+            would typically take in random order; accumulation errors are relative to it.
+    """
+
+    out: Tensor
+    lse: Tensor
+    top: Tensor
+    p_rms: Tensor
+    p_bias: Tensor
+    s_rms: Tensor
+    s_lse: Tensor
+    swing: Tensor
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding to ``dtype``: 2^-11 float16, 2^-8 bfloat16, 2^-24 float32."""
+    return torch.finfo(dtype).eps / 2
+
+
+def half_subnormal(dtype: torch.dtype) -> float:
+    """Half the smallest positive subnormal: no rounding to ``dtype`` has a smaller error bound than this."""
+    return torch.finfo(dtype).tiny * torch.finfo(dtype).eps / 2
+
+
+def reference(inputs: DecodeInputs) -> Reference:
+    """Compute a problem in float64, with the sizes of its unavoidable errors.
+
+    The float32 error of a score is taken as ``e_j = u32 * (scale * sum_d |q_d k_jd| + |s_j| + (max - s_j) + 4)``:
+    the dot product (rounding to nearest makes a random walk over ``D`` steps, of about ``0.4 sqrt(D)``
+    times a typical partial sum, and ``sum_d |q_d k_d|`` is ``0.64 sqrt(D)`` times the typical score),
+    the scaling, the subtraction of the maximum, and the exponential (two units in the last place).
+
+    Args:
+        inputs: validated tensors; NaN in one sequence reaches only that sequence's rows.
+
+    Returns:
+        The oracle's values for all rows.
+    """
+    problem = inputs.problem
+    shape = (problem.batch, problem.heads_q, problem.head_dim)
+
+    def zeros(*size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.float64, device=inputs.device)
+
+    result = Reference(
+        out=zeros(*shape),
+        lse=zeros(*shape[:2]) - torch.inf,
+        top=zeros(*shape[:2]) - torch.inf,
+        p_rms=zeros(*shape),
+        p_bias=zeros(*shape),
+        s_rms=zeros(*shape),
+        s_lse=zeros(*shape[:2]),
+        swing=zeros(*shape),
+    )
+    bounds = problem.cu_seqlens
+    for b, keys in enumerate(problem.kv_lens):
+        if keys:
+            _fill_sequence(result, b, inputs, slice(bounds[b], bounds[b + 1]))
+    return result
+
+
+def _fill_sequence(result: Reference, b: int, inputs: DecodeInputs, rows: slice) -> None:
+    problem = inputs.problem
+    dtype = TORCH_DTYPES[problem.dtype]
+    q = inputs.q[b].double().reshape(problem.heads_kv, problem.group, problem.head_dim)
+    s, magnitude = _scores(q, inputs.k[rows], problem.softmax_scale)  # [Hkv, G, n]
+
+    top = s.amax(-1, keepdim=True)  # [Hkv, G, 1]
+    p = torch.exp(s - top)  # relative to the largest, as a kernel holds it
+    total = p.sum(-1, keepdim=True)
+    s_error = FP32_UNIT * (magnitude + s.abs() + (top - s) + 4) * p  # p_j e_j
+    p_error, p_lost = _weight_rounding(p, dtype)
+
+    linear = torch.cat([p, s_error.square(), p_lost], dim=1)  # [Hkv, 3G, n], to meet V
+    square = torch.cat([p.square(), s_error.square(), p_error.square()], dim=1)  # to meet V squared
+    sums, squares = q.new_zeros(2, problem.heads_kv, 3 * problem.group, problem.head_dim)
+    swing = torch.zeros_like(q)
+    for at, v in enumerate(torch.split(inputs.v[rows], CHUNK)):
+        chunk = slice(at * CHUNK, at * CHUNK + len(v))
+        vd = v.double().transpose(0, 1)  # [Hkv, chunk, D]
+        sums += linear[..., chunk] @ vd
+        squares += square[..., chunk] @ vd.square()
+        swing = torch.maximum(swing, sums[:, : problem.group].abs())
+
+    out, s_cross, lost = (part / total for part in sums.chunk(3, dim=1))
+    walk, s_square, p_square = (part / total.square() for part in squares.chunk(3, dim=1))
+    s_weight = s_error.square().sum(-1, keepdim=True) / total.square()
+    # sum_j w_j (v_j - o)^2 = sum w v^2 - 2 o sum w v + o^2 sum w, where w_j = (p_j e_j)^2
+    s_variance = s_square - 2 * out * (s_cross / total) + out.square() * s_weight
+
+    result.out[b] = out.flatten(0, 1)
+    result.lse[b] = (top + total.log()).flatten()
+    result.top[b] = top.flatten()
+    result.p_rms[b] = p_square.sqrt().flatten(0, 1)
+    result.p_bias[b] = lost.abs().flatten(0, 1)
+    result.s_rms[b] = s_variance.clamp(min=0).sqrt().flatten(0, 1)
+    result.s_lse[b] = s_weight.sqrt().flatten()
+    result.swing[b] = torch.maximum(swing / total, walk.sqrt()).flatten(0, 1)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Scores, and the sums of absolute products behind them, both ``[Hkv, G, n]`` and scaled."""
+    scores, magnitudes = [], []
+    for part in torch.split(k, CHUNK):
+        kd = part.double().permute(1, 2, 0)  # [Hkv, D, chunk]
+        scores.append(q @ kd)
+        magnitudes.append(q.abs() @ kd.abs())
+    return torch.cat(scores, dim=-1) * scale, torch.cat(magnitudes, dim=-1) * scale
+
+
+def _weight_rounding(p: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rounding ``p`` in (0, 1] to ``dtype``: its rms error, and the part that has one sign for all keys.
+
+    A kernel holds ``p`` relative to a running maximum, which is never above the final one, so its ``p`` is
+    never smaller than this one and its error relative to ``p`` never larger. The largest weight is 1 and
+    has no error; weights just below it cannot be off by more than their distance to 1.
+    """
+    if dtype == torch.float32:
+        return torch.zeros_like(p), torch.zeros_like(p)
+    lost = torch.where(p < torch.finfo(dtype).tiny, p.clamp(max=half_subnormal(dtype)), 0.0)
+    error = torch.minimum(torch.maximum(ROUNDING_RMS * unit_roundoff(dtype) * p, lost), 1 - p)
+    return error, lost
