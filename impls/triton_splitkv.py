@@ -1,0 +1,456 @@
+"""Split-KV decode attention in Triton: one split kernel, one combine kernel, packed variable-length K and V.
+
+Algorithm. A table made on the host (:mod:`impls.splits`) cuts every sequence's keys into splits. The split
+kernel runs one program per (split, KV head, head tile). It streams the split's K and V once, in tiles of
+``BLOCK_N`` keys, through an online softmax in base 2 over ``BLOCK_H`` query heads that share the KV head. A
+sequence's only split writes the output itself; otherwise each split writes a *normalised* float32 partial
+and its natural-log LSE, and the combine kernel merges a sequence's partials, all splits side by side, with
+weights ``exp(lse_s - lse)``. Without merges there is no second launch.
+
+Tiling. Decode is bound by reading K and V, so the tile is chosen for bytes in flight, not for the tensor
+cores: the buffers of K and V fill over half of an SM's shared memory, one CTA an SM; short splits get half
+of that, so that several CTAs hide each other's start and end (:func:`choose_tile`).
+
+Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that about one CTA
+runs on each SM (:func:`impls.splits.proportional_counts`); an integer gives every sequence that many.
+
+Differences from TileLang's official GQA decode example (``example_gqa_decode.py``): K and V are packed and
+ragged instead of padded to one length with a mask tensor; splits follow the table instead of one count for
+all; partials and LSE are float32 instead of the input's dtype; a split that is alone skips the workspace;
+the LSE is returned. Differences from ``impls/tilelang_splitkv.py``: the algorithm, the split tables and the
+workspace layouts are the same; here the compiler pipelines the loads (cp.async on sm_80 and sm_90, no TMA)
+and lays out the tiles, and on a machine without CUDA the very same kernels run in Triton's interpreter, with
+the operands of both products converted to float32 (its bfloat16 products are wrong, its float16 ones slow).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from impls.contract import (
+    TORCH_DTYPES,
+    DecodeInputs,
+    DecodeOutput,
+    ImplUnavailable,
+    PlanRefused,
+    Scalar,
+    check_tuning,
+    empty_output,
+)
+from impls.problem import DecodeProblem
+from impls.splits import equal_counts, make_table, proportional_counts
+
+# Triton decides between compiler and interpreter when it is imported.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImplUnavailable(f"import triton: {error}") from error
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether this process runs Triton kernels in the interpreter, on CPU tensors, instead of compiling them."""
+
+INTERPRETER_CTAS = 32
+"""What stands in for the SM count on a CPU: enough to split, few enough to interpret."""
+
+BLOCK_S = 32
+"""Splits that the combine kernel merges at a time."""
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2))
+ROUND_BF16 = tl.constexpr(INTERPRETED)
+
+TUNING: Mapping[str, Scalar] = {
+    "num_splits": "auto",
+    "waves": 1,
+    "block_n": None,
+    "block_h": None,
+    "num_stages": 3,
+    "num_warps": 4,
+    "workspace_budget_bytes": 2 << 30,
+}
+"""What ``plan`` lets the caller choose; None means the rule in :func:`choose_tile`."""
+
+
+@triton.jit
+def _cast(x, DTYPE: tl.constexpr):
+    """Float32 to DTYPE, to nearest even; the interpreter would cut bfloat16 off."""
+    if ROUND_BF16 and DTYPE == tl.bfloat16:  # noqa: SIM300 (DTYPE is the variable)
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["heads_q", "group", "tiles", "head_tiles", "scale_log2"])
+def split_kernel(
+    q_ptr,  # [B, Hq, D]
+    k_ptr,  # [total_kv, Hkv, D]
+    v_ptr,  # [total_kv, Hkv, D]
+    out_ptr,  # [B, Hq, D]
+    lse_ptr,  # [B, Hq] float32
+    partial_ptr,  # [slots, Hq, D] float32
+    partial_lse_ptr,  # [slots, Hq] float32
+    items_ptr,  # [splits, 4] int32
+    stride_qb,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    stride_vn,
+    stride_vh,
+    heads_q,
+    group,  # query heads per KV head
+    tiles,  # programs per split: KV heads x head tiles
+    head_tiles,
+    scale_log2,  # softmax scale x log2(e)
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OPERAND: tl.constexpr,  # dtype of both products' operands
+):
+    """Attention of one head tile over one split."""
+    pid = tl.program_id(0)
+    item_ptr = items_ptr + pid // tiles * 4
+    sequence = tl.load(item_ptr)
+    first_row = tl.load(item_ptr + 1).to(tl.int64)
+    keys = tl.load(item_ptr + 2)
+    slot = tl.load(item_ptr + 3)
+
+    # Head tiles of one KV head are neighbours, so that all but the first read K and V from L2.
+    head_kv = (pid % tiles // head_tiles).to(tl.int64)
+    offs_g = pid % head_tiles * BLOCK_H + tl.arange(0, BLOCK_H)  # within the group: never crosses a KV head
+    offs_h = (head_kv * group + offs_g).to(tl.int32)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < HEAD_DIM
+    mask_hd = (offs_g < group)[:, None] & mask_d[None, :]
+
+    # Row and head offsets are int64: a packed K of 2**31 elements and more is only 4 GiB.
+    q_ptrs = q_ptr + sequence.to(tl.int64) * stride_qb + offs_h[:, None].to(tl.int64) * stride_qh + offs_d[None, :]
+    q = tl.load(q_ptrs, mask=mask_hd, other=0.0).to(OPERAND)  # [BLOCK_H, BLOCK_D]
+    k_ptrs = k_ptr + first_row * stride_kn + head_kv * stride_kh
+    k_ptrs = k_ptrs + offs_n[:, None].to(tl.int64) * stride_kn + offs_d[None, :]
+    v_ptrs = v_ptr + first_row * stride_vn + head_kv * stride_vh
+    v_ptrs = v_ptrs + offs_n[:, None].to(tl.int64) * stride_vn + offs_d[None, :]
+
+    m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    for start in range(0, keys, BLOCK_N):
+        # Rows past the split are not read: what lies there may be NaN, and 0 x NaN would survive in V.
+        mask_n = offs_n < keys - start
+        mask_nd = mask_n[:, None] & mask_d[None, :]
+        k = tl.load(k_ptrs, mask=mask_nd, other=0.0).to(OPERAND)  # [BLOCK_N, BLOCK_D]
+        v = tl.load(v_ptrs, mask=mask_nd, other=0.0).to(OPERAND)  # [BLOCK_N, BLOCK_D]
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_H, BLOCK_N]
+        s = tl.where(mask_n[None, :], s * scale_log2, float("-inf"))
+        # Every tile holds a key, so m_new is finite from the first tile on and needs no sentinel.
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2(s - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(OPERAND), v, acc * alpha[:, None], input_precision="ieee")
+        m_i = m_new
+        k_ptrs += BLOCK_N * stride_kn
+        v_ptrs += BLOCK_N * stride_vn
+
+    # Without keys the sum is 0 and the maximum -inf: output 0, LSE -inf.
+    l_safe = tl.where(l_i > 0, l_i, 1.0)
+    acc = acc / l_safe[:, None]
+    lse = (m_i + tl.log2(l_safe)) * LN_2
+    if slot < 0:  # the sequence's only split
+        rows = sequence.to(tl.int64) * heads_q + offs_h
+        tl.store(lse_ptr + rows, lse, mask=offs_g < group)
+        out_ptrs = out_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :]
+        tl.store(out_ptrs, _cast(acc, out_ptr.dtype.element_ty), mask=mask_hd)
+    else:
+        rows = slot.to(tl.int64) * heads_q + offs_h
+        tl.store(partial_lse_ptr + rows, lse, mask=offs_g < group)
+        tl.store(partial_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask_hd)
+
+
+@triton.jit(do_not_specialize=["heads_q"])
+def combine_kernel(
+    partial_ptr,  # [slots, Hq, D] float32
+    partial_lse_ptr,  # [slots, Hq] float32
+    merges_ptr,  # [merged sequences, 4] int32
+    out_ptr,  # [B, Hq, D]
+    lse_ptr,  # [B, Hq] float32
+    heads_q,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Merge of one sequence's splits for one query head."""
+    pid = tl.program_id(0)
+    merge_ptr = merges_ptr + pid // heads_q * 4
+    head = pid % heads_q
+    sequence = tl.load(merge_ptr)
+    first_slot = tl.load(merge_ptr + 1)
+    splits = tl.load(merge_ptr + 2)
+
+    offs_s = tl.arange(0, BLOCK_S)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < HEAD_DIM
+    m_i = tl.full([], float("-inf"), tl.float32)
+    l_i = tl.zeros([], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, splits, BLOCK_S):
+        mask_s = offs_s < splits - start
+        rows = (first_slot + start + offs_s).to(tl.int64) * heads_q + head
+        lse = tl.load(partial_lse_ptr + rows, mask=mask_s, other=float("-inf"))  # [BLOCK_S]
+        part_ptrs = partial_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :]
+        part = tl.load(part_ptrs, mask=mask_s[:, None] & mask_d[None, :], other=0.0)  # [BLOCK_S, BLOCK_D]
+        # An empty split is left out, not weighted with 0: its partial may hold anything. Where all so far
+        # are empty the maximum is -inf, and the reference point 0 keeps -inf - -inf out of the exponents.
+        m_new = tl.maximum(m_i, tl.max(lse, 0))
+        m_ref = tl.where(m_new > float("-inf"), m_new, 0.0)
+        weight = tl.exp2((lse - m_ref) * LOG2_E)
+        alpha = tl.exp2((m_i - m_ref) * LOG2_E)
+        l_i = l_i * alpha + tl.sum(weight, 0)
+        part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
+        acc = acc * alpha + tl.sum(part * weight[:, None], 0)
+        m_i = m_new
+
+    l_safe = tl.where(l_i > 0, l_i, 1.0)
+    row = sequence.to(tl.int64) * heads_q + head
+    tl.store(lse_ptr + row, m_i + tl.log2(l_safe) * LN_2)
+    out = _cast(acc / l_safe, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * HEAD_DIM + offs_d, out, mask=mask_d)
+
+
+def combine(partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: Tensor) -> None:
+    """Merge the partials of every sequence in ``merges``; launches only.
+
+    Args:
+        partial: ``[slots, Hq, D]`` float32, contiguous: each split's normalised output.
+        lse: ``[slots, Hq]`` float32, contiguous, natural logarithm; -inf marks an empty split.
+        merges: ``[merged sequences, 4]`` int32: :attr:`impls.splits.SplitTable.merges`.
+        out: ``[B, Hq, D]``, contiguous; only the merged sequences' rows are written.
+        out_lse: ``[B, Hq]`` float32, contiguous; likewise.
+    """
+    heads_q, head_dim = out.shape[1:]
+    meta = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": BLOCK_S}
+    combine_kernel[(merges.shape[0] * heads_q,)](partial, lse, merges, out, out_lse, heads_q, **meta)
+
+
+def compiled_variants() -> int:
+    """How many compiled kernels this process holds; the interpreter compiles none."""
+    if INTERPRETED:
+        return 0
+    return sum(len(kernels) for jit in (split_kernel, combine_kernel) for kernels, *_ in jit.device_caches.values())
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of the split kernel: everything it is compiled for besides head dim and dtype."""
+
+    block_n: int
+    block_h: int
+    num_stages: int
+    num_warps: int
+
+
+def block_d(head_dim: int) -> int:
+    """The head dim padded to what a Triton tile can hold: a power of two of at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]) -> Tile:
+    """The caller's tile where there is one, else the rule.
+
+    ``block_h``: the group of query heads that shares a KV head, padded to the 16 rows of a tensor-core tile;
+    over 64, several tiles. Float32 uses no tensor cores and holds its tiles in registers: always 16.
+
+    ``block_n``: the most keys, up to 128 (float32: 64), whose K and V in all pipeline buffers fit 60 % of an
+    SM's shared memory; half as many where a CTA gets fewer than 1024 keys, so that several share an SM. The
+    interpreter has no such limits and pays for every tile: 512.
+    """
+    block_h = 16 if problem.dtype == "float32" else min(64, max(16, 1 << (problem.group - 1).bit_length()))
+    block_n = 512
+    if device.type == "cuda":
+        buffers = 3 if block_h == 64 else 2  # Triton keeps one more where the product is a wgmma
+        key_bytes = 2 * block_d(problem.head_dim) * problem.element_bytes
+        fits = shared_memory(device) * 6 // 10 // (buffers * key_bytes)
+        block_n = min(64 if problem.dtype == "float32" else 128, 1 << (fits.bit_length() - 1))
+        if problem.total_kv * problem.heads_kv < 1024 * ctas(device):
+            block_n = max(16, block_n // 2)
+    return Tile(
+        block_n=_positive(choice, "block_n", block_n),
+        block_h=_positive(choice, "block_h", block_h),
+        num_stages=_positive(choice, "num_stages", None),
+        num_warps=_positive(choice, "num_warps", None),
+    )
+
+
+def ctas(device: torch.device) -> int:
+    """CTAs in one wave at one per SM."""
+    return _device_properties(device)["multiprocessor_count"] if device.type == "cuda" else INTERPRETER_CTAS
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one CTA may use."""
+    return _device_properties(device)["max_shared_mem"]
+
+
+@cache
+def _device_properties(device: torch.device) -> dict[str, int]:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties: dict[str, int] = triton.runtime.driver.active.utils.get_device_properties(index)
+    return properties
+
+
+def _positive(choice: Mapping[str, Scalar], key: str, default: int | None) -> int:
+    value = choice[key] if choice[key] is not None else default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key}: expected an integer >= 1, got {value!r}")
+    return value
+
+
+class TritonPlan:
+    """The plan of one problem; see :class:`impls.contract.DecodePlan`."""
+
+    def __init__(self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]) -> None:
+        tile = choose_tile(problem, device, choice)
+        head_tiles = -(-problem.group // tile.block_h)
+        tiles = problem.heads_kv * head_tiles
+        if choice["num_splits"] == "auto":
+            slots = ctas(device) * _positive(choice, "waves", None)
+            counts = proportional_counts(
+                problem.kv_lens, tiles_per_split=tiles, slots=slots, min_keys=min(tile.block_n, 128)
+            )
+        else:
+            counts = equal_counts(problem.kv_lens, _positive(choice, "num_splits", None))
+        table = make_table(problem.kv_lens, counts)
+        workspace_bytes = table.workspace_bytes(problem.heads_q, problem.head_dim)
+        budget = _positive(choice, "workspace_budget_bytes", None)
+        if workspace_bytes > budget:
+            raise PlanRefused(
+                f"workspace: expected <= {budget} bytes (workspace_budget_bytes), got {workspace_bytes}"
+            )
+        operand = "float32" if INTERPRETED else problem.dtype
+
+        self.tile = tile
+        self._problem = problem
+        self._device = device
+        self._items = torch.from_numpy(table.items).to(device)
+        self._merges = torch.from_numpy(table.merges).to(device)
+        shape = (table.slots, problem.heads_q)
+        self._partial = torch.empty((*shape, problem.head_dim), dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(shape, dtype=torch.float32, device=device)
+        self._scalars = (
+            problem.heads_q,
+            problem.group,
+            tiles,
+            head_tiles,
+            problem.softmax_scale * math.log2(math.e),
+        )
+        self._meta = {
+            "HEAD_DIM": problem.head_dim,
+            "BLOCK_D": block_d(problem.head_dim),
+            "BLOCK_H": tile.block_h,
+            "BLOCK_N": tile.block_n,
+            "OPERAND": getattr(tl, operand),
+            "num_stages": tile.num_stages,
+            "num_warps": tile.num_warps,
+        }
+        self._programs = len(table.items) * tiles
+        self._split = split_kernel[(self._programs,)]
+        self.config: Mapping[str, Scalar] = {
+            "library": "triton",
+            "version": triton.__version__,
+            "function": "impls.triton_splitkv",
+            "num_splits": choice["num_splits"],
+            "splits_max": table.splits_max,
+            "work_items": self._programs,
+            "block_n": tile.block_n,
+            "block_h": tile.block_h,
+            "num_stages": tile.num_stages,
+            "num_warps": tile.num_warps,
+            "tma": False,
+            "warp_specialize": False,
+            "compute_dtype": operand,
+            "workspace_bytes": workspace_bytes,
+        }
+
+    def new_output(self) -> DecodeOutput:
+        """Fresh output tensors."""
+        return empty_output(self._problem, self._device)
+
+    def workspaces(self) -> tuple[Tensor, ...]:
+        """The partials ``[slots, Hq, D]`` and their LSE ``[slots, Hq]``, both float32."""
+        return self._partial, self._partial_lse
+
+    def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
+        """Launch the split kernel and, where a sequence has several splits, the combine kernel."""
+        out = out or self.new_output()
+        if self._programs:
+            q, k, v = inputs.q, inputs.k, inputs.v
+            tensors = (q, k, v, out.out, out.lse, self._partial, self._partial_lse, self._items)
+            strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+            self._split(*tensors, *strides, *self._scalars, **self._meta)
+        if len(self._merges):
+            assert out.lse is not None, "out.lse: expected a tensor, as new_output() makes it"
+            combine(self._partial, self._partial_lse, self._merges, out.out, out.lse)
+        return out
+
+
+class TritonSplitKV:
+    """Our split-KV kernel in Triton; see :class:`impls.contract.DecodeImpl`."""
+
+    name = "triton-splitkv"
+
+    def __init__(self) -> None:
+        self._compiled: set[tuple[object, ...]] = set()
+
+    def unsupported(self, problem: DecodeProblem, device: torch.device) -> str | None:
+        """Refuses head dims over 256, GPUs before sm_80, and the device that Triton does not run on here."""
+        runs_on = "cpu" if INTERPRETED else "cuda"
+        if device.type != runs_on:
+            mode = "interprets on cpu" if INTERPRETED else "compiles for cuda"
+            return f"device: expected {runs_on} (Triton {mode} in this process), got {device.type}"
+        if problem.head_dim > 256:
+            return f"head_dim: expected <= 256, got {problem.head_dim}"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            return f"device: expected compute capability >= 8.0, got {torch.cuda.get_device_capability(device)}"
+        return None
+
+    def plan(
+        self,
+        problem: DecodeProblem,
+        device: torch.device,
+        tuning: Mapping[str, Scalar] | None = None,
+    ) -> TritonPlan:
+        """See :meth:`impls.contract.DecodeImpl.plan`; the tuning keys are those of :data:`TUNING`."""
+        choice = check_tuning(tuning, TUNING)
+        plan = TritonPlan(problem, device, choice)
+        self._compile(problem, device, choice, plan.tile)
+        return plan
+
+    def _compile(
+        self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile
+    ) -> None:
+        """Compile and load both kernels by running them once on two keys in two splits.
+
+        The first real run may be inside a CUDA graph, where neither may happen.
+        """
+        key = (device, problem.heads_q, problem.heads_kv, problem.head_dim, problem.dtype, tile)
+        if INTERPRETED or key in self._compiled:
+            return
+        tiny = replace(problem, kv_lens=(2,))
+        plan = TritonPlan(tiny, device, {**choice, **asdict(tile), "num_splits": 2})
+        dtype = TORCH_DTYPES[problem.dtype]
+        q = torch.zeros((1, tiny.heads_q, tiny.head_dim), dtype=dtype, device=device)
+        kv = torch.zeros((2, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)
+        cu_seqlens_k = torch.tensor(tiny.cu_seqlens, dtype=torch.int32, device=device)
+        plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)
+        self._compiled.add(key)
