@@ -109,12 +109,8 @@ class Study:
 
     @property
     def folder(self) -> Path:
-        """Where the study's records, figures and report go.
-
-        The folder of a file called ``study.toml``; for any other file ``reports/<name>`` under the current
-        folder.
-        """
-        return self.path.parent if self.path.name == STUDY_FILE else REPORTS / self.name
+        """Where the study's records, figures and report go: :func:`study_folder` of its file."""
+        return study_folder(self.path)
 
 
 def find_study(where: str | Path) -> Path:
@@ -135,6 +131,15 @@ def find_study(where: str | Path) -> Path:
         f"study: expected a TOML file, a folder with a {STUDY_FILE}, or the name of one under {REPORTS}/ "
         f"({known}), got {str(where)!r}"
     )
+
+
+def study_folder(path: Path) -> Path:
+    """Where the records, figures and report of the study in this file go.
+
+    The folder of a file called ``study.toml``; for any other file ``reports/<its stem>`` under the current
+    folder.
+    """
+    return path.parent if path.name == STUDY_FILE else REPORTS / path.stem
 
 
 def load_study(where: str | Path) -> Study:
