@@ -72,9 +72,7 @@ class DecodeProblem:
             if not _is_int(value) or value < 1:
                 raise ProblemError(f"{name}: expected an integer >= 1, got {value!r}")
         if self.heads_q % self.heads_kv:
-            raise ProblemError(
-                f"heads_q: expected a multiple of heads_kv = {self.heads_kv}, got {self.heads_q}"
-            )
+            raise ProblemError(f"heads_q: expected a multiple of heads_kv = {self.heads_kv}, got {self.heads_q}")
         if self.dtype not in list(DTYPE_BYTES):  # a list, so that an unhashable value is refused by name too
             raise ProblemError(f"dtype: expected one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
         if self.scale is not None and (

@@ -67,9 +67,7 @@ def equal_counts(kv_lens: Sequence[int], num_splits: int) -> IntArray:
     return np.minimum(np.maximum(lens, 1), num_splits).astype(np.int32)
 
 
-def proportional_counts(
-    kv_lens: Sequence[int], *, tiles_per_split: int, slots: int, min_keys: int
-) -> IntArray:
+def proportional_counts(kv_lens: Sequence[int], *, tiles_per_split: int, slots: int, min_keys: int) -> IntArray:
     """Splits in proportion to length, so that about ``slots`` CTAs run, each over about as many keys.
 
     ``chunk = ceil(total keys * tiles_per_split / slots)``, and a sequence of ``n`` keys gets

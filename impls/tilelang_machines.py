@@ -1,0 +1,255 @@
+"""What differs between the machines that one TileLang kernel body runs on.
+
+The bodies in :mod:`impls.tilelang_splitkv` are written once. A *machine* supplies the constructors of their
+buffers and loops, the two reductions, and the hooks of their K/V ring:
+
+=============  =========================  ==============================  =====================
+hook           ``Hopper`` (sm_90a)        ``Ampere`` (sm_80 and up)       ``Cpu`` (C target)
+=============  =========================  ==============================  =====================
+ring buffer    ``[stages, rows, cols]``   ``[stages, rows, cols]``        ``[rows, cols]``, local
+``load``       TMA, one mbarrier a stage  ``cp.async``, one group a copy  plain copy, at once
+``skip``       nothing                    empty groups                    nothing
+``wait``       mbarrier parity            ``cp.async.wait_group``         nothing
+``release``    barrier among threads      barrier among threads           nothing
+=============  =========================  ==============================  =====================
+
+``T.tma_copy`` and mbarriers exist for CUDA only, ``T.Parallel`` and fragments mean nothing to the C target,
+and its scalar GEMM wants two-dimensional operands: hence this file rather than one more branch in the body.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+
+@T.macro
+def _hopper_load(K, V, K_ring, V_ring, full, stage, row, head, rows, cols):
+    T.tma_copy(K[row : row + rows, head, 0:cols], K_ring[stage, 0:rows, 0:cols], barrier=full[stage])
+    T.tma_copy(V[row : row + rows, head, 0:cols], V_ring[stage, 0:rows, 0:cols], barrier=full[stage])
+    T.mbarrier_arrive(full[stage])
+
+
+@T.macro
+def _hopper_wait(full, stage, parity, stages):
+    T.mbarrier_wait_parity(full[stage], parity)
+
+
+@T.macro
+def _ampere_load(K, V, K_ring, V_ring, full, stage, row, head, rows, cols):
+    T.async_copy(K[row : row + rows, head, 0:cols], K_ring[stage, 0:rows, 0:cols])
+    T.async_copy(V[row : row + rows, head, 0:cols], V_ring[stage, 0:rows, 0:cols])
+
+
+@T.macro
+def _ampere_skip():
+    T.ptx_commit_group()
+    T.ptx_commit_group()
+
+
+@T.macro
+def _ampere_wait(full, stage, parity, stages):
+    # Two groups a tile (K and V), filled or empty, and all but the newest stages - 1 tiles must have landed.
+    T.ptx_wait_group(2 * (stages - 1))
+    T.sync_threads()
+
+
+@T.macro
+def _cpu_load(K, V, K_ring, V_ring, full, stage, row, head, rows, cols):
+    T.copy(K[row : row + rows, head, 0:cols], K_ring)
+    T.copy(V[row : row + rows, head, 0:cols], V_ring)
+
+
+@T.macro
+def _cuda_release():
+    T.sync_threads()
+
+
+@T.macro
+def _cuda_zero(ring, stage, row, col):
+    ring[stage, row, col] = T.cast(0, ring.dtype)
+
+
+@T.macro
+def _cpu_zero(ring, stage, row, col):
+    ring[row, col] = T.cast(0, ring.dtype)
+
+
+@T.macro
+def _cuda_max_into(src, dst, rows, cols):
+    T.reduce_max(src, dst, dim=1, clear=False)
+
+
+@T.macro
+def _cuda_sum(src, dst, rows, cols):
+    T.reduce_sum(src, dst, dim=1)
+
+
+@T.macro
+def _cuda_sum_rows(src, dst, rows, cols):
+    T.reduce_sum(src, dst, dim=0)
+
+
+@T.macro
+def _cpu_max_into(src, dst, rows, cols):
+    for i, j in T.grid(rows, cols):
+        dst[i] = T.max(dst[i], src[i, j])
+
+
+@T.macro
+def _cpu_sum(src, dst, rows, cols):
+    for i in T.serial(rows):
+        dst[i] = 0.0
+    for i, j in T.grid(rows, cols):
+        dst[i] += src[i, j]
+
+
+@T.macro
+def _cpu_sum_rows(src, dst, rows, cols):
+    for j in T.serial(cols):
+        dst[j] = 0.0
+    for i, j in T.grid(rows, cols):
+        dst[j] += src[i, j]
+
+
+@T.macro
+def _nothing():
+    T.evaluate(0)
+
+
+@T.macro
+def _no_wait(full, stage, parity, stages):
+    T.evaluate(0)
+
+
+class Machine:
+    """Constructors and hooks; see the table above. Class attributes ending in a macro are called in kernels."""
+
+    name: str
+    target: str
+    tma: bool
+    max_stages: int
+    shared: Any
+    fragment: Any
+    parallel: Any
+    load: Any
+    skip: Any
+    wait: Any
+    release: Any
+    zero: Any
+    max_into: Any
+    sum: Any
+    sum_rows: Any
+
+    def kernel(self, *grid: Any, threads: int) -> Any:
+        """The launch frame over a grid."""
+        raise NotImplementedError
+
+    def packed(self, shape: list[Any], strides: list[Any], dtype: str) -> Any:
+        """The parameter type of packed K or V: strided where the copies can take any stride."""
+        return T.StridedTensor(shape, strides, dtype)
+
+    def padded(self, head_dim: int) -> int:
+        """Columns of a tile that holds ``head_dim`` columns of data."""
+        return head_dim
+
+    def ring(self, stages: int, rows: int, cols: int, dtype: str) -> Any:
+        """The buffer of a K or V ring."""
+        raise NotImplementedError
+
+    def tile(self, ring: Any, stage: Any) -> Any:
+        """One stage of a ring as a GEMM operand, ``[rows, cols]``."""
+        raise NotImplementedError
+
+    def barriers(self, stages: int, threads: int) -> Any:
+        """What says that a stage is full; None where loads are synchronous or counted."""
+        return None
+
+
+class Ampere(Machine):
+    """NVIDIA sm_80 and up: ``cp.async`` into shared memory, ``mma.sync``."""
+
+    name = "sm_80"
+    target = "cuda"
+    tma = False
+    max_stages = 4
+    shared = staticmethod(T.alloc_shared)
+    fragment = staticmethod(T.alloc_fragment)
+    parallel = staticmethod(T.Parallel)
+    load = _ampere_load
+    skip = _ampere_skip
+    wait = _ampere_wait
+    release = _cuda_release
+    zero = _cuda_zero
+    max_into = _cuda_max_into
+    sum = _cuda_sum
+    sum_rows = _cuda_sum_rows
+
+    def kernel(self, *grid: Any, threads: int) -> Any:
+        """A grid of CTAs of ``threads`` threads."""
+        return T.Kernel(*grid, threads=threads)
+
+    def packed(self, shape: list[Any], strides: list[Any], dtype: str) -> Any:
+        """Contiguous: ``cp.async`` moves 16 bytes only where the compiler can prove them aligned."""
+        return T.Tensor(shape, dtype)
+
+    def padded(self, head_dim: int) -> int:
+        """A multiple of 32, so that four warps share the columns in the units of ``mma``; the rest is 0."""
+        return -(-head_dim // 32) * 32
+
+    def ring(self, stages: int, rows: int, cols: int, dtype: str) -> Any:
+        """``[stages, rows, cols]`` in shared memory."""
+        return T.alloc_shared([stages, rows, cols], dtype)
+
+    def tile(self, ring: Any, stage: Any) -> Any:
+        """The region of one stage."""
+        return ring[stage, :, :]
+
+
+class Hopper(Ampere):
+    """NVIDIA sm_90a: TMA into shared memory, ``wgmma`` for tiles of 64 rows and more."""
+
+    name = "sm_90a"
+    tma = True
+    load = _hopper_load
+    skip = _nothing
+    wait = _hopper_wait
+
+    def packed(self, shape: list[Any], strides: list[Any], dtype: str) -> Any:
+        """Any row and head stride: they go into the tensor map."""
+        return T.StridedTensor(shape, strides, dtype)
+
+    def barriers(self, stages: int, threads: int) -> Any:
+        """One mbarrier a stage, at which every thread arrives."""
+        return T.alloc_barrier([threads] * stages)
+
+
+class Cpu(Machine):
+    """Any CPU, through generated C: local arrays, serial loops, one stage."""
+
+    name = "cpu"
+    target = "c"
+    tma = False
+    max_stages = 1
+    shared = staticmethod(T.alloc_local)
+    fragment = staticmethod(T.alloc_local)
+    parallel = staticmethod(T.grid)
+    load = _cpu_load
+    skip = _nothing
+    wait = _no_wait
+    release = _nothing
+    zero = _cpu_zero
+    max_into = _cpu_max_into
+    sum = _cpu_sum
+    sum_rows = _cpu_sum_rows
+
+    def kernel(self, *grid: Any, threads: int) -> Any:
+        """A loop nest; there are no threads."""
+        return T.Kernel(*grid)
+
+    def ring(self, stages: int, rows: int, cols: int, dtype: str) -> Any:
+        """``[rows, cols]``: one stage, since loads are synchronous."""
+        return T.alloc_local([rows, cols], dtype)
+
+    def tile(self, ring: Any, stage: Any) -> Any:
+        """The buffer itself."""
+        return ring

@@ -1,0 +1,521 @@
+"""Split-KV decode attention in TileLang: one split kernel, one combine kernel, packed variable-length K and V.
+
+Algorithm. A table made on the host (:mod:`impls.splits`) cuts every sequence's keys into splits. The split
+kernel runs one CTA per (split, KV head, head tile). It streams the split's K and V once, in tiles of
+``block_n`` keys, through an online softmax in base 2 over ``block_h`` query heads that share the KV head. A
+sequence's only split writes the output itself; otherwise each split writes a *normalised* float32 partial
+and its natural-log LSE, and the combine kernel merges a sequence's partials, all splits side by side, with
+weights ``exp(lse_s - lse)``. Without merges there is no second launch.
+
+Tiling. K and V go through a ring of ``num_stages`` tiles in shared memory, filled ahead by TMA (sm_90a) or
+``cp.async`` (sm_80) with no producer warp: the threads that have just finished a tile refill its stage.
+Small head groups use tiles of 16 rows and ``mma.sync``, the four warps side by side over keys and then over
+the head dim, P through shared memory; with 64 rows each warp owns 16 of them, P stays in registers, and on
+sm_90a both products are ``wgmma``.
+
+Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that about ``waves``
+times as many CTAs run as there are SMs (:func:`impls.splits.proportional_counts`); an integer gives every
+sequence that many. The lengths reach the kernel only through the table, whose rows come from the same prefix
+sums as ``cu_seqlens_k``: one 16-byte row says where a CTA's keys are, without a chain of dependent loads.
+
+Machines. The two ``prim_func`` bodies serve sm_90a, sm_80 and the CPU (TileLang's C target). All that differs
+is the :mod:`impls.tilelang_machines` object passed in. On the CPU, bfloat16 inputs compute in float32.
+
+Differences from TileLang's official GQA decode example (``example_gqa_decode.py``): K and V are packed and
+ragged instead of padded to one length with a mask tensor; splits follow the table instead of one count for
+all; partials and LSE are float32 instead of the input's dtype; a split that is alone skips the workspace; the
+LSE is returned; the ring is explicit instead of ``T.Pipelined`` with automatic warp specialisation. Differences
+from ``impls/triton_splitkv.py``: the algorithm, the split tables and the workspace layouts are the same; here
+the ring and its waits are written out, and the softmax denominator is summed across threads once, at the end.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, InputError, Scalar, check_tuning
+from impls.problem import DecodeProblem
+from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan, positive
+from impls.splits import check_offsets
+
+try:
+    import tilelang
+    import tilelang.language as T
+
+    from impls.tilelang_machines import Ampere, Cpu, Hopper, Machine
+except Exception as error:  # its native libraries fail in more ways than ImportError
+    raise ImplUnavailable(f"import tilelang: {type(error).__name__}: {error}") from error
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+MACHINES: Mapping[str, Machine] = {machine.name: machine for machine in (Hopper(), Ampere(), Cpu())}
+"""The machines, by the name that a plan's config states."""
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+"""The head dims that are compiled and tested."""
+
+CPU_CTAS = 32
+"""What stands in for the SM count on a CPU: enough to split."""
+
+BLOCK_S = 32
+"""Splits that the combine kernel merges at a time."""
+
+TUNING: Mapping[str, Scalar] = {
+    **SPLIT_TUNING,
+    "block_n": None,
+    "block_h": None,
+    "num_stages": None,
+    "threads": 128,
+}
+"""What ``plan`` lets the caller choose; None means the rule in :func:`choose_tile`."""
+
+logging.getLogger("tilelang").setLevel(logging.WARNING)  # one line for each compilation otherwise
+
+
+def split_kernel(
+    machine: Machine,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    dtype: str,
+    block_h: int,
+    block_n: int,
+    num_stages: int,
+    threads: int,
+):
+    """The split kernel as a ``prim_func``: attention of one head tile over one split.
+
+    Args:
+        machine: buffers, loops and ring of the target.
+        heads_q: query heads, Hq.
+        heads_kv: KV heads, Hkv.
+        head_dim: elements per head, D.
+        dtype: of Q, K, V and Output.
+        block_h: query heads per tile; tiles never cross a KV head.
+        block_n: keys per tile.
+        num_stages: tiles in flight.
+        threads: per CTA.
+    """
+    group = heads_q // heads_kv
+    head_tiles = -(-group // block_h)
+    dim = machine.padded(head_dim)
+    accum = "float32"
+    rows_per_warp = block_h >= 16 * (threads // 32)
+    policy = T.GemmWarpPolicy.FullRow if rows_per_warp else T.GemmWarpPolicy.FullCol
+    batch, total_kv, splits, slots = (T.dynamic(name) for name in ("batch", "total_kv", "splits", "slots"))
+    k_row, k_head, v_row, v_head = (T.dynamic(name) for name in ("k_row", "k_head", "v_row", "v_head"))
+
+    @T.prim_func
+    def split(
+        scale_log2: T.float32,
+        k_row: T.int32,
+        k_head: T.int32,
+        v_row: T.int32,
+        v_head: T.int32,
+        Q: T.Tensor([batch, heads_q, head_dim], dtype),
+        K: machine.packed([total_kv, heads_kv, head_dim], [k_row, k_head, 1], dtype),
+        V: machine.packed([total_kv, heads_kv, head_dim], [v_row, v_head, 1], dtype),
+        Items: T.Tensor([splits, 4], "int32"),
+        Output: T.Tensor([batch, heads_q, head_dim], dtype),
+        Lse: T.Tensor([batch, heads_q], accum),
+        Partial: T.Tensor([slots, heads_q, head_dim], accum),
+        Partial_lse: T.Tensor([slots, heads_q], accum),
+    ):
+        with machine.kernel(heads_kv * head_tiles, splits, threads=threads) as (bx, by):
+            Q_shared = machine.shared([block_h, dim], dtype)
+            K_ring = machine.ring(num_stages, block_n, dim, dtype)
+            V_ring = machine.ring(num_stages, block_n, dim, dtype)
+            P = (machine.fragment if rows_per_warp else machine.shared)([block_h, block_n], dtype)
+            acc_s = machine.fragment([block_h, block_n], accum)
+            acc_l = machine.fragment([block_h, block_n], accum)
+            acc_o = machine.fragment([block_h, dim], accum)
+            scores_max = machine.fragment([block_h], accum)
+            scores_max_prev = machine.fragment([block_h], accum)
+            scores_scale = machine.fragment([block_h], accum)
+            logsum = machine.fragment([block_h], accum)
+            full = machine.barriers(num_stages, threads)
+
+            sequence = Items[by, 0]
+            row = Items[by, 1]
+            keys = Items[by, 2]
+            slot = Items[by, 3]
+            head_kv = bx // head_tiles
+            head = head_kv * group + bx % head_tiles * block_h
+            heads = T.min(group - bx % head_tiles * block_h, block_h)
+            tiles = T.ceildiv(keys, block_n)
+
+            # K and V are on their way before anything else is read.
+            for t in T.serial(num_stages):
+                if t < tiles:
+                    machine.load(K, V, K_ring, V_ring, full, t, row + t * block_n, head_kv, block_n, dim)
+                else:
+                    machine.skip()
+            for i, d in machine.parallel(block_h, dim):
+                if i < heads and d < head_dim:
+                    Q_shared[i, d] = Q[sequence, head + i, d]
+                else:
+                    Q_shared[i, d] = T.cast(0, dtype)
+            for i, d in machine.parallel(block_h, dim):
+                acc_o[i, d] = 0.0
+            for i, j in machine.parallel(block_h, block_n):
+                acc_l[i, j] = 0.0
+            for i in machine.parallel(block_h):
+                scores_max[i] = -T.infinity(accum)
+
+            for t in T.serial(tiles):
+                stage = t % num_stages
+                rest = keys - t * block_n
+                machine.wait(full, stage, t // num_stages % 2, num_stages)
+                T.gemm(
+                    Q_shared, machine.tile(K_ring, stage), acc_s, transpose_B=True, policy=policy, clear_accum=True
+                )
+                if rest < block_n:
+                    # The tile's last rows belong to nobody: they may hold NaN, and 0 x NaN would survive in V.
+                    for i, j in machine.parallel(block_h, block_n):
+                        acc_s[i, j] = T.if_then_else(j < rest, acc_s[i, j], -T.infinity(accum))
+                    for j, d in machine.parallel(block_n, dim):
+                        if j >= rest:
+                            machine.zero(V_ring, stage, j, d)
+                for i in machine.parallel(block_h):
+                    scores_max_prev[i] = scores_max[i]
+                machine.max_into(acc_s, scores_max, block_h, block_n)
+                # Every tile holds a key, so scores_max is finite from the first tile on: no sentinel.
+                for i in machine.parallel(block_h):
+                    scores_scale[i] = T.exp2((scores_max_prev[i] - scores_max[i]) * scale_log2)
+                for i, j in machine.parallel(block_h, block_n):
+                    acc_s[i, j] = T.exp2((acc_s[i, j] - scores_max[i]) * scale_log2)
+                for i, j in machine.parallel(block_h, block_n):
+                    acc_l[i, j] = acc_l[i, j] * scores_scale[i] + acc_s[i, j]
+                for i, j in machine.parallel(block_h, block_n):
+                    P[i, j] = T.cast(acc_s[i, j], dtype)
+                for i, d in machine.parallel(block_h, dim):
+                    acc_o[i, d] *= scores_scale[i]
+                T.gemm(P, machine.tile(V_ring, stage), acc_o, policy=policy)
+                ahead = t + num_stages
+                if ahead < tiles:
+                    machine.release()
+                    machine.load(K, V, K_ring, V_ring, full, stage, row + ahead * block_n, head_kv, block_n, dim)
+                else:
+                    machine.skip()
+
+            machine.sum(acc_l, logsum, block_h, block_n)
+            for i, d in machine.parallel(block_h, dim):
+                acc_o[i, d] = T.if_then_else(logsum[i] > 0, acc_o[i, d] / logsum[i], 0.0)
+            for i in machine.parallel(block_h):
+                logsum[i] = T.if_then_else(
+                    logsum[i] > 0, (scores_max[i] * scale_log2 + T.log2(logsum[i])) * LN_2, -T.infinity(accum)
+                )
+            if slot < 0:
+                for i, d in machine.parallel(block_h, dim):
+                    if i < heads and d < head_dim:
+                        Output[sequence, head + i, d] = T.cast(acc_o[i, d], dtype)
+                for i in machine.parallel(block_h):
+                    if i < heads:
+                        Lse[sequence, head + i] = logsum[i]
+            else:
+                for i, d in machine.parallel(block_h, dim):
+                    if i < heads and d < head_dim:
+                        Partial[slot, head + i, d] = acc_o[i, d]
+                for i in machine.parallel(block_h):
+                    if i < heads:
+                        Partial_lse[slot, head + i] = logsum[i]
+
+    return split
+
+
+def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, block_s: int, threads: int):
+    """The combine kernel as a ``prim_func``: merge one sequence's partials for one query head.
+
+    Splits without keys (LSE minus infinity) are skipped by selection, never multiplied by 0: their partials
+    may hold anything.
+
+    Args:
+        machine: buffers and loops of the target.
+        heads_q: query heads, Hq.
+        head_dim: elements per head, D.
+        dtype: of Output.
+        block_s: splits merged at a time.
+        threads: per CTA.
+    """
+    accum = "float32"
+    batch, slots, merges = (T.dynamic(name) for name in ("batch", "slots", "merges"))
+
+    @T.prim_func
+    def combine(
+        Partial: T.Tensor([slots, heads_q, head_dim], accum),
+        Partial_lse: T.Tensor([slots, heads_q], accum),
+        Merges: T.Tensor([merges, 4], "int32"),
+        Output: T.Tensor([batch, heads_q, head_dim], dtype),
+        Lse: T.Tensor([batch, heads_q], accum),
+    ):
+        with machine.kernel(heads_q, merges, threads=threads) as (bx, by):
+            partial = machine.fragment([block_s, head_dim], accum)
+            weight = machine.shared([block_s], accum)
+            lse = machine.fragment([1, block_s], accum)
+            lse_max = machine.fragment([1], accum)
+            lse_max_prev = machine.fragment([1], accum)
+            weight_sum = machine.fragment([1], accum)
+            logsum = machine.fragment([1], accum)
+            rescale = machine.fragment([1], accum)
+            acc_chunk = machine.fragment([head_dim], accum)
+            acc_o = machine.fragment([head_dim], accum)
+
+            sequence = Merges[by, 0]
+            first = Merges[by, 1]
+            count = Merges[by, 2]
+
+            for d in machine.parallel(head_dim):
+                acc_o[d] = 0.0
+            for i in machine.parallel(1):
+                lse_max[i] = -T.infinity(accum)
+                logsum[i] = 0.0
+            for chunk in T.serial(T.ceildiv(count, block_s)):
+                start = chunk * block_s
+                for i, s in machine.parallel(1, block_s):
+                    if start + s < count:
+                        lse[i, s] = Partial_lse[first + start + s, bx]
+                    else:
+                        lse[i, s] = -T.infinity(accum)
+                for s, d in machine.parallel(block_s, head_dim):
+                    if start + s < count:
+                        partial[s, d] = Partial[first + start + s, bx, d]
+                    else:
+                        partial[s, d] = 0.0
+                for i in machine.parallel(1):
+                    lse_max_prev[i] = lse_max[i]
+                machine.max_into(lse, lse_max, 1, block_s)
+                # All splits so far may be empty: then the maximum is -inf, and -inf - -inf is not a weight.
+                for i in machine.parallel(1):
+                    rescale[i] = T.if_then_else(
+                        lse_max_prev[i] > -T.infinity(accum), T.exp2((lse_max_prev[i] - lse_max[i]) * LOG2_E), 0.0
+                    )
+                for i, s in machine.parallel(1, block_s):
+                    lse[i, s] = T.if_then_else(
+                        lse[i, s] > -T.infinity(accum), T.exp2((lse[i, s] - lse_max[i]) * LOG2_E), 0.0
+                    )
+                for i, s in machine.parallel(1, block_s):
+                    weight[s] = lse[i, s]
+                machine.sum(lse, weight_sum, 1, block_s)
+                for i in machine.parallel(1):
+                    logsum[i] = logsum[i] * rescale[i] + weight_sum[i]
+                for s, d in machine.parallel(block_s, head_dim):
+                    partial[s, d] = T.if_then_else(weight[s] > 0, partial[s, d] * weight[s], 0.0)
+                machine.sum_rows(partial, acc_chunk, block_s, head_dim)
+                for d in machine.parallel(head_dim):
+                    acc_o[d] = acc_o[d] * rescale[0] + acc_chunk[d]
+            for d in machine.parallel(head_dim):
+                Output[sequence, bx, d] = T.cast(T.if_then_else(logsum[0] > 0, acc_o[d] / logsum[0], 0.0), dtype)
+            for i in machine.parallel(1):
+                Lse[sequence, bx] = T.if_then_else(
+                    logsum[i] > 0, lse_max[i] + T.log2(logsum[i]) * LN_2, -T.infinity(accum)
+                )
+
+    return combine
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of the split kernel: everything it is compiled for besides heads, head dim and dtype."""
+
+    block_h: int
+    block_n: int
+    num_stages: int
+    threads: int
+
+
+def choose_machine(device: torch.device) -> Machine:
+    """The machine whose kernels run on a device."""
+    if device.type == "cpu":
+        return MACHINES["cpu"]
+    return MACHINES["sm_90a" if torch.cuda.get_device_capability(device) == (9, 0) else "sm_80"]
+
+
+def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar]) -> Tile:
+    """The caller's tile where there is one, else the rule.
+
+    ``block_h`` is the group of query heads that shares a KV head, padded to the 16 rows of an ``mma`` (over 64:
+    several tiles); the C target has no such unit and takes the group as it is. ``block_n`` keeps two stages of
+    K and V at 64 KiB, so that three CTAs share an SM.
+    """
+    group = problem.group
+    block_h = min(group, 64) if machine.target == "c" else next((h for h in (16, 32) if group <= h), 64)
+    block_n = 64 if problem.head_dim <= 128 else 32
+    return Tile(
+        block_h=positive(choice, "block_h", block_h),
+        block_n=positive(choice, "block_n", block_n),
+        num_stages=min(positive(choice, "num_stages", 2), machine.max_stages),
+        threads=positive(choice, "threads"),
+    )
+
+
+def compute_dtype(machine: Machine, dtype: str) -> str:
+    """The dtype that a kernel computes a problem of ``dtype`` in; the C target has no bfloat16."""
+    return "float32" if machine.target == "c" and dtype == "bfloat16" else dtype
+
+
+@cache
+def compiled_split(machine: str, heads_q: int, heads_kv: int, head_dim: int, dtype: str, tile: Tile) -> Any:
+    """The compiled split kernel; lengths, batch size and strides are run-time values."""
+    return _compile(
+        MACHINES[machine],
+        split_kernel(MACHINES[machine], heads_q, heads_kv, head_dim, dtype, **asdict(tile)),
+    )
+
+
+@cache
+def compiled_combine(machine: str, heads_q: int, head_dim: int, dtype: str) -> Any:
+    """The compiled combine kernel."""
+    return _compile(MACHINES[machine], combine_kernel(MACHINES[machine], heads_q, head_dim, dtype, BLOCK_S, 128))
+
+
+def compiled_variants() -> int:
+    """How many compiled kernels this process holds."""
+    return compiled_split.cache_info().currsize + compiled_combine.cache_info().currsize
+
+
+def _compile(machine: Machine, kernel: Any) -> Any:
+    if machine.target == "c":
+        # Vectorised float16 code does not compile as C++.
+        configs = {"tirx.disable_vectorize": True}
+        return tilelang.compile(kernel, target="c", execution_backend="cython", pass_configs=configs)
+    return tilelang.compile(kernel, target="cuda")
+
+
+def combine(partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: Tensor) -> None:
+    """Merge the partials of every sequence in ``merges``; launches only.
+
+    Args:
+        partial: ``[slots, Hq, D]`` float32, contiguous: each split's normalised output.
+        lse: ``[slots, Hq]`` float32, contiguous, natural logarithm; -inf marks an empty split.
+        merges: ``[merged sequences, 4]`` int32: :attr:`impls.splits.SplitTable.merges`.
+        out: ``[B, Hq, D]``, contiguous; only the merged sequences' rows are written.
+        out_lse: ``[B, Hq]`` float32, contiguous; likewise.
+    """
+    heads_q, head_dim = out.shape[1:]
+    dtype = next(name for name, torch_dtype in TORCH_DTYPES.items() if torch_dtype == out.dtype)
+    kernel = compiled_combine(choose_machine(out.device).name, heads_q, head_dim, dtype)
+    kernel(partial, lse, merges, out, out_lse)
+
+
+class TileLangPlan(SplitKVPlan):
+    """The plan of one problem; see :class:`impls.contract.DecodePlan`."""
+
+    def __init__(self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]) -> None:
+        machine = choose_machine(device)
+        tile = choose_tile(machine, problem, choice)
+        super().__init__(
+            problem,
+            device,
+            choice,
+            sm_count=_sm_count(device),
+            tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
+            min_keys=tile.block_n,
+        )
+        dtype = compute_dtype(machine, problem.dtype)
+        self._machine = machine
+        self._dtype = TORCH_DTYPES[dtype]
+        self._scale_log2 = problem.softmax_scale * LOG2_E
+        self._split = compiled_split(machine.name, problem.heads_q, problem.heads_kv, problem.head_dim, dtype, tile)
+        self._combine = compiled_combine(machine.name, problem.heads_q, problem.head_dim, dtype)
+        self.config = {
+            "library": "tilelang",
+            "version": tilelang.__version__,
+            "function": "impls.tilelang_splitkv",
+            **self._split_config,
+            "block_n": tile.block_n,
+            "block_h": tile.block_h,
+            "num_stages": tile.num_stages,
+            "threads": tile.threads,
+            "machine": machine.name,
+            "tma": machine.tma,
+            "warp_specialize": False,
+            "compute_dtype": dtype,
+        }
+
+    def launch_split(self, inputs: DecodeInputs, out: Tensor, lse: Tensor) -> None:
+        """Launch the split kernel; on the CPU, a dtype it lacks is converted on the way in and out."""
+        check_layout(self._machine, inputs)
+        q, k, v = (x.to(self._dtype) for x in (inputs.q, inputs.k, inputs.v))
+        result = out if out.dtype == self._dtype else torch.empty_like(out, dtype=self._dtype)
+        strides = (*k.stride()[:2], *v.stride()[:2])
+        self._split(self._scale_log2, *strides, q, k, v, self._items, result, lse, self._partial, self._partial_lse)
+        if result is not out:
+            out.copy_(result)
+
+    def launch_combine(self, out: Tensor, lse: Tensor) -> None:
+        """Launch the combine kernel."""
+        result = out if out.dtype == self._dtype else out.to(self._dtype)
+        self._combine(self._partial, self._partial_lse, self._merges, result, lse)
+        if result is not out:
+            out.copy_(result)
+
+
+def check_layout(machine: Machine, inputs: DecodeInputs) -> None:
+    """Refuse by name the views that the machine's copies cannot read; host values only, nothing is copied.
+
+    Raises:
+        InputError: naming the tensor and the stride.
+    """
+    if not inputs.q.is_contiguous():
+        raise InputError(f"q: expected contiguous, got strides {inputs.q.stride()}")
+    for name, x in (("k", inputs.k), ("v", inputs.v)):
+        if machine.tma:
+            unit = 16 // x.element_size()
+            if x.data_ptr() % 16 or any(stride % unit for stride in x.stride()[:2]):
+                raise InputError(
+                    f"{name}: expected a 16-byte aligned start and strides that are multiples of {unit} (TMA), "
+                    f"got address {x.data_ptr():#x} and strides {x.stride()}"
+                )
+        elif machine.target == "cuda" and not x.is_contiguous():
+            raise InputError(f"{name}: expected contiguous (cp.async), got strides {x.stride()}")
+        if not machine.tma and (refusal := check_offsets(x.shape[0] * x.stride(0), name)):
+            raise InputError(refusal)
+
+
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else CPU_CTAS
+
+
+class TileLangSplitKV:
+    """Our split-KV kernel in TileLang; see :class:`impls.contract.DecodeImpl`.
+
+    Raises:
+        ImplUnavailable: if there is neither a GPU nor the C++ compiler that the C target needs.
+    """
+
+    name = "tilelang-splitkv"
+
+    def __init__(self) -> None:
+        compiler = os.environ.get("CXX", "g++")
+        if not torch.cuda.is_available() and shutil.which(compiler) is None:
+            raise ImplUnavailable(f"C++ compiler: expected {compiler} on PATH (TileLang's C target), found none")
+
+    def unsupported(self, problem: DecodeProblem, device: torch.device) -> str | None:
+        """Refuses head dims that are not compiled, float32 on a GPU, and GPUs before sm_80."""
+        if problem.head_dim not in HEAD_DIMS:
+            return f"head_dim: expected one of {', '.join(map(str, HEAD_DIMS))}, got {problem.head_dim}"
+        if device.type == "cuda":
+            if problem.dtype == "float32":
+                return "dtype: expected float16 or bfloat16 on a GPU (float32 would go through TF32), got float32"
+            if torch.cuda.get_device_capability(device) < (8, 0):
+                return f"device: expected compute capability >= 8.0, got {torch.cuda.get_device_capability(device)}"
+        elif device.type != "cpu":
+            return f"device: expected cuda or cpu, got {device.type}"
+        return None
+
+    def plan(
+        self,
+        problem: DecodeProblem,
+        device: torch.device,
+        tuning: Mapping[str, Scalar] | None = None,
+    ) -> TileLangPlan:
+        """See :meth:`impls.contract.DecodeImpl.plan`; the tuning keys are those of :data:`TUNING`."""
+        return TileLangPlan(problem, device, check_tuning(tuning, TUNING))
