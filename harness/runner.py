@@ -1,0 +1,472 @@
+"""The one loop: every case of a study through every implementation, and each outcome into a record.
+
+The parent process, here, owns the records file and the progress bar; a worker process does the work
+(:mod:`harness.worker`). Rows that need no timing are written at once. Those that are timed share their
+rounds, so they are written together when the case is done, and a case that was interrupted is redone
+whole. When an implementation takes the worker with it, its row says so and a new worker redoes the case
+without it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from harness import record
+from harness.record import READ_CEILING, STREAM_READ, Record
+from harness.study import Case, Entry, Study
+from harness.worker import (
+    BOUND,
+    DEADLINE_S,
+    Ceiling,
+    Measure,
+    Ready,
+    Row,
+    Setup,
+    Step,
+    WorkerLost,
+    WorkerPool,
+    probe,
+    probe_all,
+)
+
+__all__ = ["Outcome", "RunError", "RunSummary", "Setup", "check_study", "probe", "probe_all", "run_study"]
+
+RECORDS_FILE = "records.jsonl"
+
+VOLATILE = ("clocks",)
+"""Keys of a run's environment that change by themselves, and do not make it another environment."""
+
+STYLES: Mapping[str, str] = {"ok": "green", "wrong": "bold red", "failed": "red", "invalid": "red"}
+"""Colours of the statuses on the console; the others are dim."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot begin: no such device, or a worker that does not start."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run has recorded.
+
+    Args:
+        run_id: the run; an interrupted one that was continued keeps its id.
+        records: the file.
+        rows: the run's measurement records of the study's implementations, earlier ones of a continued run
+            included; without the bound.
+        resumed: cases that were complete already and were not run again.
+    """
+
+    run_id: str
+    records: Path
+    rows: tuple[Record, ...]
+    resumed: int
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether any implementation is ``ok`` on any case."""
+        return any(row["status"] == "ok" for row in self.rows)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Status -> rows, for the statuses that occur, in the order of the schema."""
+        seen = [row["status"] for row in self.rows]
+        return {status: seen.count(status) for status in record.STATUSES if status in seen}
+
+    def ok_cases(self, impl: str) -> int:
+        """Cases on which an implementation is ``ok``."""
+        return len({row["case"] for row in self.rows if row["impl"] == impl and row["status"] == "ok"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One implementation on one case, checked and not timed.
+
+    Args:
+        case: the case's name.
+        entry: what was asked for.
+        status: ``ok``, ``wrong``, ``unsupported``, ``unavailable`` or ``failed``.
+        reason: why it is not ``ok``.
+        config: of the plan, if there was one.
+        check: the result of the check, if it came to one.
+    """
+
+    case: str
+    entry: Entry
+    status: str
+    reason: str | None
+    config: Mapping[str, Any] | None
+    check: Mapping[str, Any] | None
+
+
+def run_study(
+    study: Study,
+    *,
+    device: str | None = None,
+    fresh: bool = False,
+    setup: Setup | None = None,
+    deadline_s: float = DEADLINE_S,
+    console: Console | None = None,
+) -> RunSummary:
+    """Run a study, or what is left of it, and append its records to ``records.jsonl`` in its folder.
+
+    The last run in that file is continued if its environment is the present one: cases that it has
+    recorded completely, as they are asked for now, are not run again. The others are run whole, and take
+    the place of older rows of the same case.
+
+    Args:
+        study: what to run.
+        device: ``cpu`` or ``cuda``; None takes CUDA where there is a device, else the CPU.
+        fresh: begin a new run and measure every case.
+        setup: implementations, timer and bound in place of the real ones; ``device`` goes before its.
+        deadline_s: the longest one step may take before its process is killed.
+        console: where to show progress; None shows none.
+
+    Raises:
+        RunError: if no worker starts, e.g. because CUDA was asked for and is not there.
+        harness.record.RecordError: if the records file holds something else.
+    """
+    path = study.folder / RECORDS_FILE
+    with WorkerPool(_setup(setup, device), deadline_s) as pool:
+        ready = _start(pool)
+        journal = _Journal.open(path, study, ready, fresh=fresh)
+        todo = [case for case in study.cases if not journal.is_complete(case, study.entries, ready)]
+        with _Display(console, total=len(todo) * len(study.entries)) as display:
+            if todo:
+                display.note(f"{journal.run_id}: {len(todo)} of {len(study.cases)} cases to run on {ready.device}")
+                unavailable = _load_all(pool, study.entries, display)
+                ceiling_gbps = _ceiling(pool, journal, display) if ready.has_bound else None
+            for case in todo:
+                writer = journal.begin_case(case, study.entries)
+                _run_case(
+                    pool,
+                    case,
+                    study.entries,
+                    unavailable,
+                    bound=ready.has_bound,
+                    timed=True,
+                    ceiling_gbps=ceiling_gbps,
+                    on_row=writer.add,
+                    display=display,
+                )
+                writer.finish()
+    names = {case.name for case in study.cases}
+    rows = (r for r in journal.rows if r["role"] == "impl" and r["case"] in names)
+    return RunSummary(journal.run_id, path, tuple(rows), resumed=len(study.cases) - len(todo))
+
+
+def check_study(
+    study: Study,
+    *,
+    device: str | None = None,
+    setup: Setup | None = None,
+    deadline_s: float = DEADLINE_S,
+    console: Console | None = None,
+) -> tuple[Outcome, ...]:
+    """Check every implementation on every case against the reference, without timing or records.
+
+    Args:
+        study: what to check.
+        device: as for :func:`run_study`.
+        setup: as for :func:`run_study`.
+        deadline_s: as for :func:`run_study`.
+        console: as for :func:`run_study`.
+
+    Returns:
+        One outcome a case and entry, in the order of the study.
+
+    Raises:
+        RunError: if no worker starts.
+    """
+    outcomes: list[Outcome] = []
+    with (
+        WorkerPool(_setup(setup, device), deadline_s) as pool,
+        _Display(console, total=len(study.cases) * len(study.entries)) as display,
+    ):
+        _start(pool)
+        unavailable = _load_all(pool, study.entries, display)
+        for case in study.cases:
+            found: list[Row] = []
+            _run_case(
+                pool,
+                case,
+                study.entries,
+                unavailable,
+                bound=False,
+                timed=False,
+                ceiling_gbps=None,
+                on_row=found.append,
+                display=display,
+            )
+            rows = {row.who: row for row in found}
+            outcomes += (
+                Outcome(
+                    case=case.name,
+                    entry=entry,
+                    status=rows[who].status,
+                    reason=rows[who].reason,
+                    config=rows[who].config,
+                    check=rows[who].check,
+                )
+                for who, entry in enumerate(study.entries)
+            )
+    return tuple(outcomes)
+
+
+def _setup(setup: Setup | None, device: str | None) -> Setup:
+    base = setup or Setup()
+    return base if device is None else replace(base, device=device)
+
+
+def _start(pool: WorkerPool) -> Ready:
+    try:
+        return pool.ready
+    except WorkerLost as lost:
+        raise RunError(lost.reason) from lost
+
+
+def _load_all(pool: WorkerPool, entries: Sequence[Entry], display: _Display) -> dict[str, str]:
+    """Implementation -> why it is unavailable, for those that are."""
+    unavailable = {}
+    for impl in dict.fromkeys(entry.impl for entry in entries):
+        display.say(f"import {impl}")
+        if reason := pool.load(impl):
+            unavailable[impl] = reason
+    return unavailable
+
+
+def _run_case(
+    pool: WorkerPool,
+    case: Case,
+    entries: Sequence[Entry],
+    unavailable: Mapping[str, str],
+    *,
+    bound: bool,
+    timed: bool,
+    ceiling_gbps: float | None,
+    on_row: Callable[[Row], None],
+    display: _Display,
+) -> None:
+    """Exactly one row for each entry, and for the bound if it is wanted, whatever dies on the way."""
+    waiting = {*range(len(entries)), *([BOUND] if bound else [])}
+    names = {who: STREAM_READ if who == BOUND else entries[who].impl for who in waiting}
+
+    def settle(row: Row) -> None:
+        waiting.remove(row.who)
+        on_row(row)
+        display.row(case.name, names[row.who], row)
+
+    for who, entry in enumerate(entries):
+        if entry.impl in unavailable:
+            settle(Row(who=who, status="unavailable", reason=unavailable[entry.impl]))
+    while waiting:
+        task = Measure(
+            case=case,
+            entries={who: entry for who, entry in enumerate(entries) if who in waiting},
+            bound=BOUND in waiting,
+            timed=timed,
+            ceiling_gbps=ceiling_gbps,
+        )
+        try:
+            for message in pool.ask(task):
+                if isinstance(message, Row):
+                    settle(message)
+                elif isinstance(message, Step):
+                    whose = "" if message.who is None else f"{names[message.who]} · "
+                    display.say(f"{case.name} · {whose}{message.what}")
+        except WorkerLost as lost:
+            # Whose step it was pays for it; where it was nobody's, nobody can have a result.
+            for who in sorted(waiting) if lost.who is None else [lost.who]:
+                settle(Row(who=who, status="failed", reason=lost.reason))
+
+
+def _ceiling(pool: WorkerPool, journal: _Journal, display: _Display) -> float | None:
+    """The device's read ceiling in GB/s, measured once a run; None where that fails."""
+    row = journal.ceiling()
+    if row is None:
+        display.say(READ_CEILING)
+        measured = None
+        try:
+            for message in pool.ask(Ceiling()):
+                if isinstance(message, Row):
+                    measured = message
+        except WorkerLost as lost:
+            measured = Row(who=BOUND, status="failed", reason=lost.reason)
+        assert measured is not None
+        row = journal.add_ceiling(measured)
+    if row["status"] != "ok":
+        return None
+    fastest_us: float = min(sample["us"] for sample in row["timing"]["samples"])
+    read_bytes: int = row["config"]["bytes"]
+    return read_bytes / fastest_us / 1e3
+
+
+class _Journal:
+    """One run's part of a records file."""
+
+    def __init__(self, path: Path, run_id: str, rows: list[Record], older: set[str]) -> None:
+        self.path = path
+        self.run_id = run_id
+        self.rows = rows
+        self._older = older
+
+    @classmethod
+    def open(cls, path: Path, study: Study, ready: Ready, *, fresh: bool) -> _Journal:
+        """Continue the file's last run, or begin one.
+
+        A run is continued if it is of this study and environment.
+        """
+        records = record.read(path) if path.exists() else []
+        measured = [r for r in records if r["kind"] == "measurement"]
+        cases = {r["case"] for r in measured if r["case"] is not None}
+        runs = [r for r in records if r["kind"] == "run"]
+        if runs and not fresh:
+            last = runs[-1]
+            if last["study"] == study.name and _stable(last["env"]) == _stable(ready.env):
+                rows = [r for r in measured if r["run_id"] == last["run_id"]]
+                return cls(path, last["run_id"], rows, cases)
+        run_id = record.new_run_id()
+        record.append(path, record.run_record(run_id, study.name, ready.env))
+        return cls(path, run_id, [], cases)
+
+    def is_complete(self, case: Case, entries: Sequence[Entry], ready: Ready) -> bool:
+        """Whether the run holds a row for each entry, and for the bound, as they are asked for now."""
+        how = (ready.method, ready.cache)
+        rows = [
+            r
+            for r in self.rows
+            if r["case"] == case.name
+            and r["problem"] == case.problem.to_dict()
+            and r["seed"] == case.seed
+            and (r["timing"] is None or (r["timing"]["method"], r["timing"]["cache"]) == how)
+        ]
+        have = [(r["impl"], r["config"].get("asked", {})) for r in rows if r["role"] == "impl"]
+        return all((entry.impl, dict(entry.tuning)) in have for entry in entries) and (
+            not ready.has_bound or any(r["role"] == "bound" for r in rows)
+        )
+
+    def begin_case(self, case: Case, entries: Sequence[Entry]) -> _CaseWriter:
+        """A writer of the case's rows; what the run knew of the case is forgotten."""
+        self.rows = [r for r in self.rows if r["case"] != case.name]
+        return _CaseWriter(self, case, entries, replaces=case.name in self._older)
+
+    def ceiling(self) -> Record | None:
+        """The run's read ceiling, if it was measured."""
+        return next((r for r in self.rows if r["impl"] == READ_CEILING), None)
+
+    def add_ceiling(self, row: Row) -> Record:
+        """Write the run's read ceiling."""
+        made = _record(self.run_id, row, impl=READ_CEILING)
+        record.append(self.path, made)
+        self.rows.append(made)
+        return made
+
+
+class _CaseWriter:
+    """Writes one case's rows: at once, but timed ones together.
+
+    Where the file has rows of the case from before, all are held back until the case is done, and take the
+    older ones' place in one step: at no time is the case missing.
+    """
+
+    def __init__(self, journal: _Journal, case: Case, entries: Sequence[Entry], *, replaces: bool) -> None:
+        self._journal = journal
+        self._case = case
+        self._entries = entries
+        self._replaces = replaces
+        self._held: list[Record] = []
+
+    def add(self, row: Row) -> None:
+        """Take a row."""
+        entry = None if row.who == BOUND else self._entries[row.who]
+        made = _record(
+            self._journal.run_id, row, impl=entry.impl if entry else STREAM_READ, case=self._case, entry=entry
+        )
+        self._journal.rows.append(made)
+        if self._replaces or row.timing is not None:
+            self._held.append(made)
+        else:
+            record.append(self._journal.path, made)
+
+    def finish(self) -> None:
+        """Write what was held back."""
+        if self._replaces:
+            record.replace_cases(self._journal.path, self._held)
+        else:
+            for made in self._held:
+                record.append(self._journal.path, made)
+
+
+def _record(run_id: str, row: Row, *, impl: str, case: Case | None = None, entry: Entry | None = None) -> Record:
+    config = dict(row.config or {})
+    if entry is not None and entry.tuning:
+        config["asked"] = dict(entry.tuning)
+    return record.measurement_record(
+        run_id=run_id,
+        case=case.name if case else None,
+        impl=impl,
+        role="bound" if row.who == BOUND else "impl",
+        status=row.status,
+        reason=row.reason,
+        problem=case.problem if case else None,
+        seed=case.seed if case else None,
+        config=config,
+        compile_ms=row.compile_ms,
+        plan_us=row.plan_us,
+        check=row.check,
+        timing=row.timing,
+    )
+
+
+def _stable(env: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in env.items() if key not in VOLATILE}
+
+
+class _Display:
+    """The progress bar, and a line for each row above it; silent without a console."""
+
+    def __init__(self, console: Console | None, total: int) -> None:
+        self._console = console or Console(quiet=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=console is None,
+        )
+        self._bar = self._progress.add_task("start", total=total)
+
+    def __enter__(self) -> _Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, highlight=False)
+
+    def say(self, text: str) -> None:
+        """What is happening now."""
+        self._progress.update(self._bar, description=text)
+
+    def row(self, case: str, impl: str, row: Row) -> None:
+        """A result."""
+        told = row.reason or ""
+        if row.status == "ok" and row.timing is not None:
+            told = f"{statistics.median(sample['us'] for sample in row.timing['samples']):.4g} µs"
+        line = Text(f"{case:20} {impl:20} ")
+        line.append(f"{row.status:12}", style=STYLES.get(row.status, "dim"))
+        self._console.print(line.append(told))
+        if row.who != BOUND:
+            self._progress.advance(self._bar)

@@ -1,0 +1,359 @@
+"""The worker process: where tensors, compilers and other people's libraries live, and may die.
+
+The parent holds a :class:`Worker`, asks it for one task at a time, and hears what it is about to do before
+it does it. So when the process dies, hangs past its deadline, or reports a device that no longer answers,
+the parent knows whose step it was, and says so with :class:`WorkerLost`.
+
+Nothing here imports torch: the worker's own half is :mod:`harness.bench`, imported in the worker alone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing import connection
+from typing import Any
+
+from harness.study import Case, Entry
+from impls.catalog import IMPLS
+
+BOUND = -1
+"""Who a step or a row belongs to, where it is no entry of the study: the bound of the case."""
+
+DEADLINE_S = 180.0
+"""How long one step may take before its process is killed; compiling is the longest."""
+
+TIMERS: Mapping[str, str] = {"cuda": "harness.timing:GraphTimer", "cpu": "harness.timing:WallTimer"}
+"""Device type -> ``module:Class`` of its timer."""
+
+BOUNDS: Mapping[str, str] = {"cuda": "harness.bound:StreamRead"}
+"""Device type -> ``module:Class`` of the bound; a device that is not named has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a worker works with; everything by name, because it is sent to another process.
+
+    Args:
+        device: ``cpu`` or ``cuda``; None takes CUDA where there is a device, else the CPU.
+        catalog: implementation id -> ``module:Class``.
+        timer: ``module:Class`` in place of the device's timer.
+        bound: ``module:Class`` in place of the device's bound.
+    """
+
+    device: str | None = None
+    catalog: Mapping[str, str] = field(default_factory=lambda: dict(IMPLS))
+    timer: str | None = None
+    bound: str | None = None
+
+
+# --- tasks: parent -> worker ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Load:
+    """Import and construct one implementation; answered by :class:`Loaded`."""
+
+    impl: str
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """Measure how fast the device reads memory at best; answered by one :class:`Row` of the bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """Plan, run, check and time one case; answered by one :class:`Row` an entry.
+
+    Args:
+        case: the case.
+        entries: position in the study -> what to run.
+        bound: whether the bound is timed too.
+        timed: False only checks.
+        ceiling_gbps: the device's read ceiling, in GB/s, that no time may beat; None where it is not known.
+    """
+
+    case: Case
+    entries: Mapping[int, Entry]
+    bound: bool
+    timed: bool
+    ceiling_gbps: float | None
+
+
+Task = Load | Ceiling | Measure
+
+
+# --- messages: worker -> parent ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The worker is up: the device it works on, its environment, and how it measures."""
+
+    device: str
+    env: Mapping[str, Any]
+    has_bound: bool
+    method: str
+    cache: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the worker does next, and for whom: an entry's position, :data:`BOUND`, or None for the case."""
+
+    who: int | None
+    what: str
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The answer to :class:`Load`: why the implementation is unavailable, or None."""
+
+    reason: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What came of one entry, in the terms of a measurement record."""
+
+    who: int
+    status: str
+    reason: str | None = None
+    config: Mapping[str, Any] | None = None
+    compile_ms: float | None = None
+    plan_us: float | None = None
+    check: Mapping[str, Any] | None = None
+    timing: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """The worker cannot go on (its CUDA context is gone, it could not start); it ends after this."""
+
+    who: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """The task is finished."""
+
+
+class WorkerLost(RuntimeError):
+    """The worker process is gone.
+
+    Args:
+        who: whose step it was: an entry's position, :data:`BOUND`, or None for the case or the start.
+        reason: the step, and how the process ended.
+    """
+
+    def __init__(self, who: int | None, reason: str) -> None:
+        super().__init__(reason)
+        self.who = who
+        self.reason = reason
+
+
+class Worker:
+    """The parent's handle of one worker process; a context manager that ends it.
+
+    Args:
+        setup: what the worker works with.
+        deadline_s: the longest one step may take.
+
+    Attributes:
+        ready: what the worker said when it was up.
+
+    Raises:
+        WorkerLost: if the process does not come up.
+    """
+
+    def __init__(self, setup: Setup, deadline_s: float = DEADLINE_S) -> None:
+        context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+        self._deadline_s = deadline_s
+        self._conn, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, setup), daemon=True)
+        self._process.start()
+        theirs.close()  # so that the pipe ends when the worker does
+        self._step = Step(None, "start")
+        message = self._receive()
+        assert isinstance(message, Ready)
+        self.ready = message
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, task: Task) -> Iterator[Step | Loaded | Row]:
+        """Send a task and yield what the worker says, until it is done.
+
+        Raises:
+            WorkerLost: if the process dies, hangs or gives up; this handle is of no more use then.
+        """
+        self._step = Step(None, "the next task")
+        try:
+            self._conn.send(task)
+        except OSError:
+            raise self._lost(self._how_it_ended()) from None
+        while not isinstance(message := self._receive(), Done):
+            if isinstance(message, Step):
+                self._step = message
+            yield message
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there."""
+        return self._process.is_alive()
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self._process.kill()
+        self._process.join()
+        self._conn.close()
+
+    def _receive(self) -> Any:
+        try:
+            if not self._conn.poll(self._deadline_s):
+                raise self._lost(f"no answer within {self._deadline_s:g} s; the process was killed")
+            message = self._conn.recv()
+        except (EOFError, ConnectionError):
+            raise self._lost(self._how_it_ended()) from None
+        if isinstance(message, Fatal):
+            self.close()
+            raise WorkerLost(message.who, message.reason)
+        return message
+
+    def _how_it_ended(self) -> str:
+        self._process.join(timeout=5)
+        code = self._process.exitcode
+        if code is None:
+            return "the process closed its pipe without ending"
+        if code < 0:
+            return f"the process died of {signal.Signals(-code).name}"
+        return f"the process ended with exit code {code}"
+
+    def _lost(self, how: str) -> WorkerLost:
+        self.close()
+        return WorkerLost(self._step.who, f"{self._step.what}: {how}")
+
+
+def probe(name: str, *, setup: Setup | None = None, deadline_s: float = DEADLINE_S) -> str | None:
+    """Import one implementation in a process of its own.
+
+    Args:
+        name: its id in the catalog.
+        setup: in place of the default one.
+        deadline_s: the longest that importing may take.
+
+    Returns:
+        Why it is unavailable, or None.
+
+    Raises:
+        WorkerLost: if the process does not even start.
+    """
+    return probe_all([name], setup=setup, deadline_s=deadline_s)[name]
+
+
+def probe_all(
+    names: list[str], *, setup: Setup | None = None, deadline_s: float = DEADLINE_S
+) -> dict[str, str | None]:
+    """:func:`probe` for several; they share a process as long as none of them kills it."""
+    with WorkerPool(setup or Setup(), deadline_s) as pool:
+        return {name: pool.load(name) for name in names}
+
+
+class WorkerPool:
+    """One worker at a time, and a new one after each loss; a context manager that ends it.
+
+    Args:
+        setup: what each worker works with.
+        deadline_s: the longest one step may take.
+    """
+
+    def __init__(self, setup: Setup, deadline_s: float = DEADLINE_S) -> None:
+        self._setup = setup
+        self._deadline_s = deadline_s
+        self._worker: Worker | None = None
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    @property
+    def ready(self) -> Ready:
+        """What the worker said when it was up; starts one if need be.
+
+        Raises:
+            WorkerLost: if it does not come up.
+        """
+        return self._up().ready
+
+    def ask(self, task: Task) -> Iterator[Step | Loaded | Row]:
+        """Like :meth:`Worker.ask`; after a :class:`WorkerLost` the next call has a new worker."""
+        worker = self._up()
+        try:
+            yield from worker.ask(task)
+        except WorkerLost:
+            self._worker = None
+            raise
+
+    def load(self, name: str) -> str | None:
+        """Why an implementation is unavailable, or None; killing the process counts as unavailable."""
+        self._up()  # a worker that cannot start is not the implementation's fault
+        reason = None
+        try:
+            for message in self.ask(Load(name)):
+                if isinstance(message, Loaded):
+                    reason = message.reason
+        except WorkerLost as lost:
+            reason = lost.reason
+        return reason
+
+    def _up(self) -> Worker:
+        if self._worker is not None and not self._worker.alive:
+            self._worker.close()
+            self._worker = None
+        if self._worker is None:
+            self._worker = Worker(self._setup, self._deadline_s)
+        return self._worker
+
+
+def _serve(conn: connection.Connection, setup: Setup) -> None:
+    """The worker's main function: tasks in, messages out, until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if setup.device == "cpu":
+        # Triton decides at import whether its kernels are interpreted, and would decide for the GPU.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    try:
+        bench = import_module("harness.bench").Bench(setup, conn.send)
+    except Exception as error:
+        conn.send(Fatal(None, f"start: {type(error).__name__}: {error}"))
+        return
+    conn.send(bench.ready)
+    while True:
+        try:
+            task = conn.recv()
+        except EOFError:
+            return
+        if not bench.perform(task):
+            return
+        conn.send(Done())
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is killed, even in the middle of a step."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
