@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -20,6 +21,9 @@ PIECE = 1 << 24
 """Elements that are drawn in float32 at once (64 MiB)."""
 
 _T = TypeVar("_T")
+
+NEEDLE_SPLITS = (*range(1, 17), 32, 64, 128)
+"""Split counts whose edges :func:`needle_keys` marks."""
 
 GUARD_ROWS = 64
 """Rows put before and after K and V by :func:`guard`: half a tile of the usual kernel."""
@@ -94,15 +98,109 @@ def _randn(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator)
 # --- families -------------------------------------------------------------------------------------------
 
 
+def _shapes(problem: DecodeProblem) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Shapes of q, and of k and v."""
+    return (
+        (problem.batch, problem.heads_q, problem.head_dim),
+        (problem.total_kv, problem.heads_kv, problem.head_dim),
+    )
+
+
+def _sequences(problem: DecodeProblem) -> list[slice]:
+    """The rows of packed K and V that belong to each sequence."""
+    bounds = problem.cu_seqlens
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
 def _normal(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
     """Zero-mean, unit-variance q, k and v: scores are about standard normal, no key stands out."""
     dtype = TORCH_DTYPES[problem.dtype]
-    kv = (problem.total_kv, problem.heads_kv, problem.head_dim)
-    q = _randn((problem.batch, problem.heads_q, problem.head_dim), dtype, generator)
-    return q, _randn(kv, dtype, generator), _randn(kv, dtype, generator)
+    q_shape, kv_shape = _shapes(problem)
+    return tuple(_randn(shape, dtype, generator) for shape in (q_shape, kv_shape, kv_shape))  # type: ignore[return-value]
 
 
-FAMILIES: Mapping[str, Family] = {"normal": _normal}
+def needle_keys(keys: int) -> list[int]:
+    """The keys of a sequence that carry its weight in the needles family.
+
+    The first and the last, and both sides of every edge ``keys * s // S`` for the split counts of
+    :data:`NEEDLE_SPLITS`.
+    """
+    edges = {keys * s // count for count in NEEDLE_SPLITS for s in range(count + 1)}
+    return sorted({k for edge in edges for k in (edge - 1, edge) if 0 <= k < keys})
+
+
+def _needles(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
+    """Nearly all weight on the keys at split edges, so that losing or doubling any one of them shows.
+
+    Query heads that share a KV head point roughly the same way, and a needle's key points there too.
+    """
+    q, k, v = _normal(problem, generator)
+    shared = _randn((problem.batch, problem.heads_kv, problem.head_dim), torch.float32, generator)
+    q.copy_(shared.repeat_interleave(problem.group, dim=1) + q.float() / 4)
+    # Other keys' scores keep a deviation of about 1 whatever the scale.
+    k *= min(1.0, 1 / (problem.softmax_scale * math.sqrt(problem.head_dim)))
+    for b, rows in enumerate(_sequences(problem)):
+        needles = needle_keys(problem.kv_lens[b])
+        if needles:
+            # e^4 times the weight of all others together
+            score = 4 + math.log(problem.kv_lens[b] / len(needles))
+            pull = score / (problem.softmax_scale * problem.head_dim) * shared[b]
+            at = torch.tensor(needles, device=k.device) + rows.start
+            k[at] = (pull + k[at].float() / 4).to(k.dtype)
+    return q, k, v
+
+
+def _tagged(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
+    """V marks where it belongs: a pattern of +-4 for each sequence and KV head, plus unit noise."""
+    q, k, v = _normal(problem, generator)
+    tags = 4 * _randn((problem.batch, *v.shape[1:]), torch.float32, generator).sign()
+    for b, rows in enumerate(_sequences(problem)):
+        v[rows] += tags[b].to(v.dtype)
+    return q, k, v
+
+
+def _exact(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
+    """q = 0 and integer V: every weight is 1, sums are exact in float32, and so are means of 2^n keys.
+
+    At power-of-two lengths and split counts the only error left is the rounding of the output, so partials
+    of low precision show.
+    """
+    q, k, v = _normal(problem, generator)
+    return q.zero_(), k, v.mul_(4).round_()
+
+
+def _extreme(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
+    """Scores of +-10^4 and more: in most rows one key takes all the weight, from a sum no sentinel bounds."""
+    q, k, v = _normal(problem, generator)
+    size = math.sqrt(1e4 / (problem.softmax_scale * math.sqrt(problem.head_dim)))
+    return q.mul_(size), k.mul_(size), v
+
+
+def _buried(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
+    """All scores equal and near -10^6, far below a finite "very negative" mask value."""
+    q, k, v = _normal(problem, generator)
+    # A power of two, so that every product and sum is exact and the scores are equal in any order.
+    size = 2.0 ** round(math.log2(1e6 / (problem.softmax_scale * problem.head_dim)) / 2)
+    return q.fill_(size), k.fill_(-size), v
+
+
+def _equal(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
+    """All keys of a sequence the same: the output is the mean of V."""
+    q, k, v = _normal(problem, generator)
+    for rows in _sequences(problem):
+        k[rows] = k[rows.start : rows.start + 1]
+    return q, k, v
+
+
+FAMILIES: Mapping[str, Family] = {
+    "normal": _normal,
+    "needles": _needles,
+    "tagged": _tagged,
+    "exact": _exact,
+    "extreme": _extreme,
+    "buried": _buried,
+    "equal": _equal,
+}
 """Family name -> how its tensors are drawn."""
 
 
