@@ -18,8 +18,8 @@ from impls.contract import (
     Scalar,
     check_tuning,
 )
-from impls.flash_attn import VarlenImpl, VarlenPlan
 from impls.problem import DecodeProblem
+from impls.varlen_plan import VarlenImpl, VarlenPlan
 
 
 class TorchVarlen(VarlenImpl):

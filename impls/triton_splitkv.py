@@ -34,18 +34,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from impls.contract import (
-    TORCH_DTYPES,
-    DecodeInputs,
-    DecodeOutput,
-    ImplUnavailable,
-    PlanRefused,
-    Scalar,
-    check_tuning,
-    empty_output,
-)
+from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, check_tuning
 from impls.problem import DecodeProblem
-from impls.splits import equal_counts, make_table, proportional_counts
+from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan, positive
 
 # Triton decides between compiler and interpreter when it is imported.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
@@ -58,8 +49,8 @@ except ImportError as error:
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether this process runs Triton kernels in the interpreter, on CPU tensors, instead of compiling them."""
 
-INTERPRETER_CTAS = 32
-"""What stands in for the SM count on a CPU: enough to split, few enough to interpret."""
+CPU_CTAS = 32
+"""What stands in for the SM count on a CPU: enough to split."""
 
 BLOCK_S = 32
 """Splits that the combine kernel merges at a time."""
@@ -69,13 +60,11 @@ LN_2 = tl.constexpr(math.log(2))
 ROUND_BF16 = tl.constexpr(INTERPRETED)
 
 TUNING: Mapping[str, Scalar] = {
-    "num_splits": "auto",
-    "waves": 1,
+    **SPLIT_TUNING,
     "block_n": None,
     "block_h": None,
     "num_stages": 3,
     "num_warps": 4,
-    "workspace_budget_bytes": 2 << 30,
 }
 """What ``plan`` lets the caller choose; None means the rule in :func:`choose_tile`."""
 
@@ -282,19 +271,19 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
         key_bytes = 2 * block_d(problem.head_dim) * problem.element_bytes
         fits = shared_memory(device) * 6 // 10 // (buffers * key_bytes)
         block_n = min(64 if problem.dtype == "float32" else 128, 1 << (fits.bit_length() - 1))
-        if problem.total_kv * problem.heads_kv < 1024 * ctas(device):
+        if problem.total_kv * problem.heads_kv < 1024 * sm_count(device):
             block_n = max(16, block_n // 2)
     return Tile(
-        block_n=_positive(choice, "block_n", block_n),
-        block_h=_positive(choice, "block_h", block_h),
-        num_stages=_positive(choice, "num_stages", None),
-        num_warps=_positive(choice, "num_warps", None),
+        block_n=positive(choice, "block_n", block_n),
+        block_h=positive(choice, "block_h", block_h),
+        num_stages=positive(choice, "num_stages"),
+        num_warps=positive(choice, "num_warps"),
     )
 
 
-def ctas(device: torch.device) -> int:
-    """CTAs in one wave at one per SM."""
-    return _device_properties(device)["multiprocessor_count"] if device.type == "cuda" else INTERPRETER_CTAS
+def sm_count(device: torch.device) -> int:
+    """SMs of a GPU; on a CPU, what stands in for them."""
+    return _device_properties(device)["multiprocessor_count"] if device.type == "cuda" else CPU_CTAS
 
 
 def shared_memory(device: torch.device) -> int:
@@ -309,99 +298,53 @@ def _device_properties(device: torch.device) -> dict[str, int]:
     return properties
 
 
-def _positive(choice: Mapping[str, Scalar], key: str, default: int | None) -> int:
-    value = choice[key] if choice[key] is not None else default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}: expected an integer >= 1, got {value!r}")
-    return value
-
-
-class TritonPlan:
+class TritonPlan(SplitKVPlan):
     """The plan of one problem; see :class:`impls.contract.DecodePlan`."""
 
     def __init__(self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]) -> None:
-        tile = choose_tile(problem, device, choice)
+        self.tile = tile = choose_tile(problem, device, choice)
         head_tiles = -(-problem.group // tile.block_h)
         tiles = problem.heads_kv * head_tiles
-        if choice["num_splits"] == "auto":
-            slots = ctas(device) * _positive(choice, "waves", None)
-            counts = proportional_counts(
-                problem.kv_lens, tiles_per_split=tiles, slots=slots, min_keys=min(tile.block_n, 128)
-            )
-        else:
-            counts = equal_counts(problem.kv_lens, _positive(choice, "num_splits", None))
-        table = make_table(problem.kv_lens, counts)
-        workspace_bytes = table.workspace_bytes(problem.heads_q, problem.head_dim)
-        budget = _positive(choice, "workspace_budget_bytes", None)
-        if workspace_bytes > budget:
-            raise PlanRefused(
-                f"workspace: expected <= {budget} bytes (workspace_budget_bytes), got {workspace_bytes}"
-            )
-        operand = "float32" if INTERPRETED else problem.dtype
-
-        self.tile = tile
-        self._problem = problem
-        self._device = device
-        self._items = torch.from_numpy(table.items).to(device)
-        self._merges = torch.from_numpy(table.merges).to(device)
-        shape = (table.slots, problem.heads_q)
-        self._partial = torch.empty((*shape, problem.head_dim), dtype=torch.float32, device=device)
-        self._partial_lse = torch.empty(shape, dtype=torch.float32, device=device)
-        self._scalars = (
-            problem.heads_q,
-            problem.group,
-            tiles,
-            head_tiles,
-            problem.softmax_scale * math.log2(math.e),
+        # The interpreter's large tiles must not keep a CPU from splitting what a GPU splits.
+        min_keys = min(tile.block_n, 128)
+        super().__init__(
+            problem, device, choice, sm_count=sm_count(device), tiles_per_split=tiles, min_keys=min_keys
         )
+        compute_dtype = "float32" if INTERPRETED else problem.dtype
+        scale_log2 = problem.softmax_scale * math.log2(math.e)
+        self._scalars = (problem.heads_q, problem.group, tiles, head_tiles, scale_log2)
         self._meta = {
             "HEAD_DIM": problem.head_dim,
             "BLOCK_D": block_d(problem.head_dim),
             "BLOCK_H": tile.block_h,
             "BLOCK_N": tile.block_n,
-            "OPERAND": getattr(tl, operand),
+            "OPERAND": getattr(tl, compute_dtype),
             "num_stages": tile.num_stages,
             "num_warps": tile.num_warps,
         }
-        self._programs = len(table.items) * tiles
-        self._split = split_kernel[(self._programs,)]
-        self.config: Mapping[str, Scalar] = {
+        self._split = split_kernel[(len(self._items) * tiles,)]
+        self.config = {
             "library": "triton",
             "version": triton.__version__,
             "function": "impls.triton_splitkv",
-            "num_splits": choice["num_splits"],
-            "splits_max": table.splits_max,
-            "work_items": self._programs,
-            "block_n": tile.block_n,
-            "block_h": tile.block_h,
-            "num_stages": tile.num_stages,
-            "num_warps": tile.num_warps,
+            **self._split_config,
+            **asdict(tile),
             "tma": False,
             "warp_specialize": False,
-            "compute_dtype": operand,
-            "workspace_bytes": workspace_bytes,
+            "compute_dtype": compute_dtype,
         }
 
-    def new_output(self) -> DecodeOutput:
-        """Fresh output tensors."""
-        return empty_output(self._problem, self._device)
+    def launch_split(self, inputs: DecodeInputs, out: Tensor, lse: Tensor) -> None:
+        """Launch the split kernel."""
+        q, k, v = inputs.q, inputs.k, inputs.v
+        strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+        self._split(
+            q, k, v, out, lse, self._partial, self._partial_lse, self._items, *strides, *self._scalars, **self._meta
+        )
 
-    def workspaces(self) -> tuple[Tensor, ...]:
-        """The partials ``[slots, Hq, D]`` and their LSE ``[slots, Hq]``, both float32."""
-        return self._partial, self._partial_lse
-
-    def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
-        """Launch the split kernel and, where a sequence has several splits, the combine kernel."""
-        out = out or self.new_output()
-        if self._programs:
-            q, k, v = inputs.q, inputs.k, inputs.v
-            tensors = (q, k, v, out.out, out.lse, self._partial, self._partial_lse, self._items)
-            strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-            self._split(*tensors, *strides, *self._scalars, **self._meta)
-        if len(self._merges):
-            assert out.lse is not None, "out.lse: expected a tensor, as new_output() makes it"
-            combine(self._partial, self._partial_lse, self._merges, out.out, out.lse)
-        return out
+    def launch_combine(self, out: Tensor, lse: Tensor) -> None:
+        """Launch the combine kernel."""
+        combine(self._partial, self._partial_lse, self._merges, out, lse)
 
 
 class TritonSplitKV:

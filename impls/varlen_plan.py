@@ -1,0 +1,110 @@
+"""What the varlen functions of the flash-attn family share: one query token a sequence, and their limits.
+
+The libraries allocate their own output and choose their own splits. The adapter adds nothing to the launches
+but one fill where the batch holds a sequence without keys: these libraries report an LSE of +inf there, which
+becomes -inf for exactly those sequences. A batch of no sequences, which they refuse, launches nothing.
+
+A head dim that a build lacks is found by asking: one call on a single key, once per head dim, head counts and
+dtype. What the library answers is the reason reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import inf
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from impls.contract import TORCH_DTYPES, DecodeInputs, DecodeOutput, Scalar, empty_output
+from impls.problem import DecodeProblem
+
+VarlenCall: TypeAlias = Callable[[DecodeInputs, Tensor], tuple[Tensor, Tensor]]
+"""``(inputs, cu_seqlens_q [B + 1] int32)`` to ``out [B, Hq, D]`` and ``lse [Hq, B]`` float32."""
+
+
+class VarlenPlan:
+    """A plan around a varlen function of the flash-attn family; see :class:`impls.contract.DecodePlan`.
+
+    Args:
+        problem: what is to be computed.
+        device: where.
+        call: the library's function with everything but the tensors filled in.
+        config: what the record says about it.
+    """
+
+    def __init__(
+        self, problem: DecodeProblem, device: torch.device, call: VarlenCall, config: Mapping[str, Scalar]
+    ) -> None:
+        self.config = config
+        self._problem = problem
+        self._device = device
+        self._call = call
+        self._cu_seqlens_q = torch.arange(problem.batch + 1, dtype=torch.int32, device=device)
+        empty = [b for b, n in enumerate(problem.kv_lens) if n == 0]
+        self._empty = torch.tensor(empty, dtype=torch.int64, device=device) if empty else None
+
+    def new_output(self) -> None:
+        """None: the library allocates its own output."""
+
+    def workspaces(self) -> tuple[Tensor, ...]:
+        """None that the plan owns: the library allocates them inside the call."""
+        return ()
+
+    def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
+        """Call the library; ``out`` is not used."""
+        if self._problem.batch == 0:
+            return empty_output(self._problem, self._device)
+        result, lse = self._call(inputs, self._cu_seqlens_q)
+        lse = lse.t()  # [B, Hq]
+        if self._empty is not None:
+            lse.index_fill_(0, self._empty, -inf)
+        return DecodeOutput(out=result, lse=lse)
+
+
+class VarlenImpl:
+    """What the varlen functions of the flash-attn family share: their limits, and asking the build itself."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self._answers: dict[DecodeProblem, str | None] = {}
+
+    def unsupported(self, problem: DecodeProblem, device: torch.device) -> str | None:
+        """Refuses what the library documents (device, dtype, head dim), then what this build of it refuses."""
+        if device.type != "cuda":
+            return f"device: expected cuda, got {device.type}"
+        if problem.dtype == "float32":
+            return f"dtype: expected float16 or bfloat16, got {problem.dtype}"
+        if problem.head_dim > 256 or problem.head_dim % 8:
+            return f"head_dim: expected a multiple of 8 up to 256, got {problem.head_dim}"
+        tiny = replace(problem, kv_lens=(1,))
+        if tiny not in self._answers:
+            self._answers[tiny] = self._ask(tiny, device)
+        return self._answers[tiny]
+
+    def _ask(self, tiny: DecodeProblem, device: torch.device) -> str | None:
+        """What the library says to one key of this shape, or None if it computes it."""
+        dtype = TORCH_DTYPES[tiny.dtype]
+        q = torch.zeros((1, tiny.heads_q, tiny.head_dim), dtype=dtype, device=device)
+        kv = torch.zeros((1, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)
+        cu_seqlens_k = torch.tensor(tiny.cu_seqlens, dtype=torch.int32, device=device)
+        plan = self.plan(tiny, device)
+        try:
+            plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise  # a fault of the device, not an answer
+        except (RuntimeError, ValueError) as error:
+            return f"{self.name}: {str(error).splitlines()[0]}"
+        return None
+
+    def plan(
+        self,
+        problem: DecodeProblem,
+        device: torch.device,
+        tuning: Mapping[str, Scalar] | None = None,
+    ) -> VarlenPlan:
+        """See :meth:`impls.contract.DecodeImpl.plan`."""
+        raise NotImplementedError
