@@ -1,0 +1,187 @@
+"""The command line: ``splitkv``, or ``python -m harness``. The verbs, and nothing else.
+
+No verb computes in this process: the loop has its worker for that. So nothing heavy is imported to answer
+``--help``, and only ``render`` imports what it draws with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from harness.record import STATUSES, RecordError
+from harness.runner import RunError, check_study, run_study
+from harness.study import Entry, StudyError, expand_study, find_study, load_study, study_folder
+from harness.worker import Setup, WorkerLost, WorkerPool
+from impls.catalog import IMPLS, OURS
+
+app = typer.Typer(
+    help="Which split-KV decode kernel for this batch, and how far is it from the speed of memory?",
+    epilog="STUDY is a TOML file, a folder that holds a study.toml, or the name of such a folder under reports/.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+# What other libraries say goes onto these, brackets and all: it is no markup.
+console = Console(markup=False, highlight=False)
+progress = Console(markup=False, highlight=False, stderr=True)
+
+OUR_NAME = "ours"
+"""Stands for both of our kernels after ``--require``."""
+
+
+class Device(StrEnum):
+    """Where to compute."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="The study.", show_default=False)]
+DeviceOption = Annotated[
+    Device | None, typer.Option(help="Where to compute; the GPU if there is one.", show_default=False)
+]
+
+
+@app.command()
+def doctor(device: DeviceOption = None) -> None:
+    """Say what is here: the environment, and every implementation, available or why not."""
+    with WorkerPool(Setup(device=device)) as pool:
+        environment = pool.ready.env
+        reasons = {name: pool.load(name) for name in IMPLS}
+    table = _table("environment", "here")
+    for key, value in environment.items():
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{name} {item}" for name, item in value.items())
+        table.add_row(key, "-" if value is None else str(value))
+    console.print(table)
+    table = _table("implementation", "here", "reason")
+    for name, reason in reasons.items():
+        table.add_row(name, "available" if reason is None else "unavailable", reason)
+    console.print(table)
+
+
+@app.command()
+def check(study: StudyArgument, device: DeviceOption = None) -> None:
+    """Compare every implementation with the float64 reference on each case, without timing.
+
+    A number beside "ok" is the worst row's error as a share of its budget. Fails if any result is wrong, any
+    implementation failed, or nothing ran.
+    """
+    loaded = load_study(study)
+    outcomes = check_study(loaded, device=device, console=progress)
+    matrix = _table("case", *(_label(entry) for entry in loaded.entries))
+    for case in loaded.cases:
+        cells = []
+        for outcome in outcomes:
+            if outcome.case == case.name:
+                worst = (outcome.check or {}).get("worst_row")
+                cells.append(outcome.status if worst is None else f"{outcome.status} {worst:.2f}")
+        matrix.add_row(case.name, *cells)
+    console.print(matrix)
+    console.print(_tally((_label(outcome.entry), outcome.status, outcome.reason) for outcome in outcomes))
+    statuses = {outcome.status for outcome in outcomes}
+    if statuses & {"wrong", "failed"} or "ok" not in statuses:
+        raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    study: StudyArgument,
+    device: DeviceOption = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run; measure every case.")] = False,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Fail unless this implementation is ok on some case; '{OUR_NAME}' means {' and '.join(OURS)}.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Check and time every implementation on each case; an interrupted run is continued.
+
+    Fails if nothing succeeded.
+    """
+    loaded = load_study(study)
+    required = [name for item in require or () for name in (OURS if item == OUR_NAME else (item,))]
+    in_study = dict.fromkeys(entry.impl for entry in loaded.entries)
+    for name in required:
+        if name not in in_study:
+            raise StudyError(f"--require: expected {OUR_NAME} or one of {', '.join(in_study)}, got {name!r}")
+    summary = run_study(loaded, device=device, fresh=fresh, console=progress)
+    console.print(_tally((row["impl"], row["status"], row["reason"]) for row in summary.rows))
+    console.print(f"{summary.run_id} is in {summary.records}", soft_wrap=True)
+    missing = [name for name in required if not summary.ok_cases(name)]
+    if missing:
+        _say_error(f"required, but ok on no case: {', '.join(missing)}")
+    if missing or not summary.succeeded:
+        raise typer.Exit(1)
+
+
+@app.command()
+def render(
+    studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help="The studies.", show_default=False)],
+) -> None:
+    """Draw the report of a study from its records: README.md and figures. Needs no GPU."""
+    from harness.render import render_study
+
+    readme = render_study([study_folder(find_study(study)) for study in studies])
+    console.print(str(readme), soft_wrap=True)
+
+
+@app.command()
+def expand(study: StudyArgument) -> None:
+    """Print a study with nothing left to work out: plain lengths and heads, and their source."""
+    typer.echo(expand_study(load_study(study)), nl=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one verb and exit.
+
+    Args:
+        arguments: in place of the process's own.
+
+    Raises:
+        SystemExit: 0 for success, 1 for a result that fails the verb, 2 for a request that cannot be met; then
+            one line says what was expected and what was got.
+    """
+    try:
+        app(arguments)
+    except (StudyError, RecordError, RunError, WorkerLost, OSError) as error:
+        _say_error(str(error))
+        raise SystemExit(2) from error
+    raise SystemExit(0)
+
+
+def _say_error(text: str) -> None:
+    progress.print(f"error: {text}", style="red", soft_wrap=True)
+
+
+def _label(entry: Entry) -> str:
+    return " ".join([entry.impl, *(f"{key}={value}" for key, value in entry.tuning.items())])
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _tally(rows: Iterable[tuple[str, str, str | None]]) -> Table:
+    """How often each implementation came to each status, and the reasons where it is not ``ok``."""
+    counts: Counter[tuple[str, str, str | None]] = Counter(rows)
+    order = list(dict.fromkeys(name for name, _, _ in counts))
+    table = _table("implementation", "status", "cases", "reason")
+    for (name, status, reason), count in sorted(
+        counts.items(), key=lambda item: (order.index(item[0][0]), STATUSES.index(item[0][1]))
+    ):
+        table.add_row(name, status, str(count), reason)
+    return table

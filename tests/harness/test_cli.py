@@ -1,0 +1,304 @@
+"""The verbs: what they ask for, what they print, and how they exit. The loop itself is replaced by fakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import harness.cli
+from harness.cli import main
+from harness.runner import Outcome, RunError, RunSummary
+from harness.study import Study, load_study
+from impls.catalog import IMPLS, OURS
+
+ROOT = Path(__file__).parents[2]
+
+STUDY = """\
+impls = ["tilelang-splitkv", {impl = "triton-splitkv", num_splits = 8}, "torch-sdpa"]
+[[case]]
+name = "a"
+kv_lens = "2x8"
+model = "Llama-3.1-8B"
+[[case]]
+name = "b"
+kv_lens = [5]
+model = "Llama-3.1-8B"
+"""
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A study file, in an empty current folder, and a console too wide to wrap."""
+    monkeypatch.chdir(tmp_path)
+    for console in (harness.cli.console, harness.cli.progress):
+        monkeypatch.setattr(console, "width", 400)
+    path = tmp_path / "mine.toml"
+    path.write_text(STUDY, encoding="utf-8")
+    return path
+
+
+def exit_code(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([str(argument) for argument in arguments])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def lines(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_help_names_the_verbs_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom harness.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit as error:\n"
+        "    print('exit', error.code, *sorted({name.partition('.')[0] for name in sys.modules}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    *text, last = done.stdout.splitlines()
+    assert last.split()[:2] == ["exit", "0"]
+    assert not {"torch", "triton", "tilelang", "numpy", "pandas", "matplotlib", "seaborn"} & set(last.split())
+    shown = [line.split()[1] for line in text if line.startswith("│ ")]
+    verbs = [command.callback.__name__ for command in harness.cli.app.registered_commands if command.callback]
+    assert verbs == ["doctor", "check", "run", "render", "expand"]
+    assert set(verbs) <= set(shown)
+
+
+def test_the_module_is_the_same_command(study: Path) -> None:
+    command = [sys.executable, "-m", "harness", "expand", str(study)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith('title = "mine"\n')
+
+
+def test_expand_prints_a_study_that_loads_to_the_same_cases(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("expand", study) == 0
+    plain = study.with_name("plain.toml")
+    plain.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert load_study(plain).cases == load_study(study).cases
+    assert load_study(plain).entries == load_study(study).entries
+
+
+@pytest.mark.parametrize("verb", ["check", "run", "expand"])
+def test_a_bad_study_is_one_line_with_file_case_and_key(
+    study: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    study.write_text(STUDY.replace("[5]", "[-5]"), encoding="utf-8")
+    assert exit_code(verb, study) == 2
+    assert capsys.readouterr() == ("", f"error: {study}: case 'b': kv_lens[0]: expected >= 0, got -5\n")
+
+
+@pytest.mark.parametrize("verb", ["check", "run", "expand", "render"])
+def test_a_missing_study_is_one_line(study: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert exit_code(verb, "nowhere") == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.endswith("got 'nowhere'\n")
+
+
+class FakeRun:
+    """In place of ``run_study``: remembers what it was asked, and gives each implementation one status."""
+
+    def __init__(self, **statuses: str) -> None:
+        self.statuses = statuses
+        self.asked: dict[str, Any] = {}
+
+    def __call__(self, study: Study, **asked: Any) -> RunSummary:
+        self.asked = asked
+        rows = [
+            {"impl": entry.impl, "case": case.name, "status": status, "reason": None if status == "ok" else "[why]"}
+            for case in study.cases
+            for entry in study.entries
+            for status in [self.statuses.get(entry.impl.replace("-", "_"), "unavailable")]
+        ]
+        return RunSummary(run_id="R1", records=study.folder / "records.jsonl", rows=tuple(rows), resumed=0)
+
+
+def test_run_passes_on_what_was_asked(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeRun(torch_sdpa="ok")
+    monkeypatch.setattr(harness.cli, "run_study", fake)
+    assert exit_code("run", study) == 0
+    assert (fake.asked["device"], fake.asked["fresh"]) == (None, False)
+    assert exit_code("run", study, "--device", "cpu", "--fresh") == 0
+    assert (fake.asked["device"], fake.asked["fresh"]) == ("cpu", True)
+    assert exit_code("run", study, "--device", "tpu") == 2
+
+
+def test_run_says_what_came_of_each_implementation(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness.cli, "run_study", FakeRun(tilelang_splitkv="failed", torch_sdpa="ok"))
+    assert exit_code("run", study) == 0
+    assert lines(capsys.readouterr().out) == [
+        ["implementation", "status", "cases", "reason"],
+        ["tilelang-splitkv", "failed", "2", "[why]"],
+        ["triton-splitkv", "unavailable", "2", "[why]"],
+        ["torch-sdpa", "ok", "2"],
+        ["R1", "is", "in", "reports/mine/records.jsonl"],
+    ]
+
+
+def test_run_fails_if_nothing_succeeded(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness.cli, "run_study", FakeRun(torch_sdpa="invalid", tilelang_splitkv="wrong"))
+    assert exit_code("run", study) == 1
+
+
+@pytest.mark.parametrize(
+    ("ok", "required", "missing"),
+    [
+        (["tilelang-splitkv", "triton-splitkv"], ["ours"], ""),
+        (["tilelang-splitkv"], ["ours"], "triton-splitkv"),
+        (["torch-sdpa"], ["ours"], "tilelang-splitkv, triton-splitkv"),
+        (["torch-sdpa"], ["torch-sdpa"], ""),
+        (["triton-splitkv"], ["torch-sdpa", "triton-splitkv"], "torch-sdpa"),
+    ],
+)
+def test_run_can_insist_on_implementations(
+    study: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ok: list[str],
+    required: list[str],
+    missing: str,
+) -> None:
+    monkeypatch.setattr(harness.cli, "run_study", FakeRun(**{name.replace("-", "_"): "ok" for name in ok}))
+    options = [word for name in required for word in ("--require", name)]
+    assert exit_code("run", study, *options) == (1 if missing else 0)
+    assert capsys.readouterr().err == (f"error: required, but ok on no case: {missing}\n" if missing else "")
+
+
+def test_run_refuses_to_insist_on_what_is_not_in_the_study(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeRun(torch_sdpa="ok")
+    monkeypatch.setattr(harness.cli, "run_study", fake)
+    assert exit_code("run", study, "--require", "flash-attn-2") == 2
+    known = ", ".join([*OURS, "torch-sdpa"])
+    assert capsys.readouterr().err == f"error: --require: expected ours or one of {known}, got 'flash-attn-2'\n"
+    assert fake.asked == {}
+
+
+def test_a_run_that_cannot_begin_is_one_line(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_device(study: Study, **_: Any) -> RunSummary:
+        raise RunError("device: expected a CUDA device, got none")
+
+    monkeypatch.setattr(harness.cli, "run_study", no_device)
+    assert exit_code("run", study, "--device", "cuda") == 2
+    assert capsys.readouterr().err == "error: device: expected a CUDA device, got none\n"
+
+
+def fake_check(*statuses: str) -> Any:
+    """In place of ``check_study``: these statuses, case by case and entry by entry."""
+
+    def check(study: Study, **_: Any) -> tuple[Outcome, ...]:
+        places = [(case, entry) for case in study.cases for entry in study.entries]
+        return tuple(
+            Outcome(
+                case=case.name,
+                entry=entry,
+                status=status,
+                reason=None if status == "ok" else f"{status} [0] because",
+                config={},
+                check={"worst_row": 0.254} if status in ("ok", "wrong") else None,
+            )
+            for (case, entry), status in zip(places, statuses, strict=True)
+        )
+
+    return check
+
+
+def test_check_prints_the_matrix_and_the_reasons(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statuses = ("ok", "ok", "unavailable", "ok", "unsupported", "unavailable")
+    monkeypatch.setattr(harness.cli, "check_study", fake_check(*statuses))
+    assert exit_code("check", study) == 0
+    assert lines(capsys.readouterr().out) == [
+        ["case", "tilelang-splitkv", "triton-splitkv", "num_splits=8", "torch-sdpa"],
+        ["a", "ok", "0.25", "ok", "0.25", "unavailable"],
+        ["b", "ok", "0.25", "unsupported", "unavailable"],
+        ["implementation", "status", "cases", "reason"],
+        ["tilelang-splitkv", "ok", "2"],
+        ["triton-splitkv", "num_splits=8", "ok", "1"],
+        ["triton-splitkv", "num_splits=8", "unsupported", "1", "unsupported", "[0]", "because"],
+        ["torch-sdpa", "unavailable", "2", "unavailable", "[0]", "because"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [
+        (("ok", "ok", "ok", "ok", "ok", "wrong"), 1),
+        (("ok", "ok", "failed", "ok", "ok", "ok"), 1),
+        (("unsupported", "unsupported", "unavailable", "unsupported", "unsupported", "unavailable"), 1),
+        (("unsupported", "unsupported", "unavailable", "unsupported", "ok", "unavailable"), 0),
+    ],
+)
+def test_check_fails_on_a_wrong_result_or_none(
+    study: Path, monkeypatch: pytest.MonkeyPatch, statuses: tuple[str, ...], code: int
+) -> None:
+    monkeypatch.setattr(harness.cli, "check_study", fake_check(*statuses))
+    assert exit_code("check", study) == code
+
+
+class FakePool:
+    """In place of the worker: an environment, and one implementation that is not here."""
+
+    def __init__(self, setup: object) -> None:
+        clocks = {"sm_mhz": 1980, "memory_mhz": 3201}
+        self.ready = SimpleNamespace(env={"gpu": "NVIDIA H200", "clocks": clocks, "flash_attn": None})
+
+    def __enter__(self) -> FakePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def load(self, name: str) -> str | None:
+        return "No module named 'flash_attn'; [hint]" if name == "flash-attn-2" else None
+
+
+def test_doctor_shows_the_environment_and_every_implementation(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness.cli, "WorkerPool", FakePool)
+    assert exit_code("doctor") == 0
+    shown = lines(capsys.readouterr().out)
+    assert shown[:4] == [
+        ["environment", "here"],
+        ["gpu", "NVIDIA", "H200"],
+        ["clocks", "sm_mhz", "1980,", "memory_mhz", "3201"],
+        ["flash_attn", "-"],
+    ]
+    assert [row[0] for row in shown[5:]] == list(IMPLS)
+    assert ["flash-attn-2", "unavailable", "No", "module", "named", "'flash_attn';", "[hint]"] in shown
+    assert ["torch-sdpa", "available"] in shown
+
+
+def test_doctor_really_works_on_this_machine(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("doctor", "--device", "cpu") == 0
+    shown = lines(capsys.readouterr().out)
+    assert ["device", "cpu"] in shown
+    assert {row[0]: row[1] for row in shown if row[0] in IMPLS}.keys() == IMPLS.keys()
+
+
+def test_render_is_asked_for_the_folders_of_the_studies(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Path] = []
+
+    def render_study(folders: list[Path]) -> Path:
+        asked.extend(folders)
+        return folders[0] / "README.md"
+
+    monkeypatch.setattr("harness.render.render_study", render_study, raising=False)
+    assert exit_code("render", study, ROOT / "reports" / "quick") == 0
+    assert asked == [Path("reports/mine"), ROOT / "reports" / "quick"]
+    assert capsys.readouterr().out == "reports/mine/README.md\n"
