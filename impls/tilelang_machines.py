@@ -149,7 +149,11 @@ class Machine:
         return T.StridedTensor(shape, strides, dtype)
 
     def padded(self, head_dim: int) -> int:
-        """Columns of a tile that holds ``head_dim`` columns of data."""
+        """Columns of a GEMM tile that holds ``head_dim`` columns of data."""
+        return head_dim
+
+    def power_of_two(self, head_dim: int) -> int:
+        """Columns of a fragment that is reduced over its rows and holds ``head_dim`` columns of data."""
         return head_dim
 
     def ring(self, stages: int, rows: int, cols: int, dtype: str) -> Any:
@@ -195,6 +199,10 @@ class Ampere(Machine):
     def padded(self, head_dim: int) -> int:
         """A multiple of 32, so that four warps share the columns in the units of ``mma``; the rest is 0."""
         return -(-head_dim // 32) * 32
+
+    def power_of_two(self, head_dim: int) -> int:
+        """The next power of two: layout inference finds no layout for a row reduction of other widths."""
+        return 1 << (head_dim - 1).bit_length()
 
     def ring(self, stages: int, rows: int, cols: int, dtype: str) -> Any:
         """``[stages, rows, cols]`` in shared memory."""

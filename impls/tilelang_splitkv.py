@@ -246,6 +246,7 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
         threads: per CTA.
     """
     accum = "float32"
+    dim = machine.power_of_two(head_dim)
     batch, slots, merges = (T.dynamic(name) for name in ("batch", "slots", "merges"))
 
     @T.prim_func
@@ -257,65 +258,60 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
         Lse: T.Tensor([batch, heads_q], accum),
     ):
         with machine.kernel(heads_q, merges, threads=threads) as (bx, by):
-            partial = machine.fragment([block_s, head_dim], accum)
-            weight = machine.shared([block_s], accum)
-            lse = machine.fragment([1, block_s], accum)
-            lse_max = machine.fragment([1], accum)
-            lse_max_prev = machine.fragment([1], accum)
-            weight_sum = machine.fragment([1], accum)
-            logsum = machine.fragment([1], accum)
-            rescale = machine.fragment([1], accum)
-            acc_chunk = machine.fragment([head_dim], accum)
-            acc_o = machine.fragment([head_dim], accum)
+            partial = machine.fragment([block_s, dim], accum)
+            chunk_o = machine.fragment([dim], accum)
+            acc_o = machine.fragment([dim], accum)
+            lse = machine.shared([block_s], accum)
+            # Every thread follows these by itself: a few reads of shared memory, and no reduction to wait for.
+            lse_max = T.alloc_var(accum)
+            lse_max_prev = T.alloc_var(accum)
+            rescale = T.alloc_var(accum)
+            logsum = T.alloc_var(accum)
 
             sequence = Merges[by, 0]
             first = Merges[by, 1]
             count = Merges[by, 2]
 
-            for d in machine.parallel(head_dim):
+            lse_max = -T.infinity(accum)
+            logsum = 0.0
+            for d in machine.parallel(dim):
                 acc_o[d] = 0.0
-            for i in machine.parallel(1):
-                lse_max[i] = -T.infinity(accum)
-                logsum[i] = 0.0
             for chunk in T.serial(T.ceildiv(count, block_s)):
                 start = chunk * block_s
-                for i, s in machine.parallel(1, block_s):
-                    if start + s < count:
-                        lse[i, s] = Partial_lse[first + start + s, bx]
-                    else:
-                        lse[i, s] = -T.infinity(accum)
-                for s, d in machine.parallel(block_s, head_dim):
-                    if start + s < count:
+                for s, d in machine.parallel(block_s, dim):
+                    if start + s < count and d < head_dim:
                         partial[s, d] = Partial[first + start + s, bx, d]
                     else:
                         partial[s, d] = 0.0
-                for i in machine.parallel(1):
-                    lse_max_prev[i] = lse_max[i]
-                machine.max_into(lse, lse_max, 1, block_s)
+                for s in machine.parallel(block_s):
+                    if start + s < count:
+                        lse[s] = Partial_lse[first + start + s, bx]
+                    else:
+                        lse[s] = -T.infinity(accum)
+                lse_max_prev = lse_max
+                for s in T.serial(block_s):
+                    lse_max = T.max(lse_max, lse[s])
                 # All splits so far may be empty: then the maximum is -inf, and -inf - -inf is not a weight.
-                for i in machine.parallel(1):
-                    rescale[i] = T.if_then_else(
-                        lse_max_prev[i] > -T.infinity(accum), T.exp2((lse_max_prev[i] - lse_max[i]) * LOG2_E), 0.0
+                rescale = T.if_then_else(
+                    lse_max_prev > -T.infinity(accum), T.exp2((lse_max_prev - lse_max) * LOG2_E), 0.0
+                )
+                logsum = logsum * rescale
+                for s in T.serial(block_s):
+                    logsum += T.if_then_else(lse[s] > -T.infinity(accum), T.exp2((lse[s] - lse_max) * LOG2_E), 0.0)
+                for s, d in machine.parallel(block_s, dim):
+                    partial[s, d] = T.if_then_else(
+                        lse[s] > -T.infinity(accum), partial[s, d] * T.exp2((lse[s] - lse_max) * LOG2_E), 0.0
                     )
-                for i, s in machine.parallel(1, block_s):
-                    lse[i, s] = T.if_then_else(
-                        lse[i, s] > -T.infinity(accum), T.exp2((lse[i, s] - lse_max[i]) * LOG2_E), 0.0
-                    )
-                for i, s in machine.parallel(1, block_s):
-                    weight[s] = lse[i, s]
-                machine.sum(lse, weight_sum, 1, block_s)
-                for i in machine.parallel(1):
-                    logsum[i] = logsum[i] * rescale[i] + weight_sum[i]
-                for s, d in machine.parallel(block_s, head_dim):
-                    partial[s, d] = T.if_then_else(weight[s] > 0, partial[s, d] * weight[s], 0.0)
-                machine.sum_rows(partial, acc_chunk, block_s, head_dim)
-                for d in machine.parallel(head_dim):
-                    acc_o[d] = acc_o[d] * rescale[0] + acc_chunk[d]
-            for d in machine.parallel(head_dim):
-                Output[sequence, bx, d] = T.cast(T.if_then_else(logsum[0] > 0, acc_o[d] / logsum[0], 0.0), dtype)
+                machine.sum_rows(partial, chunk_o, block_s, dim)
+                for d in machine.parallel(dim):
+                    acc_o[d] = acc_o[d] * rescale + chunk_o[d]
+                machine.release()
+            for d in machine.parallel(dim):
+                if d < head_dim:
+                    Output[sequence, bx, d] = T.cast(T.if_then_else(logsum > 0, acc_o[d] / logsum, 0.0), dtype)
             for i in machine.parallel(1):
-                Lse[sequence, bx] = T.if_then_else(
-                    logsum[i] > 0, lse_max[i] + T.log2(logsum[i]) * LN_2, -T.infinity(accum)
+                Lse[sequence, bx + i] = T.if_then_else(
+                    logsum > 0, lse_max + T.log2(logsum) * LN_2, -T.infinity(accum)
                 )
 
     return combine
