@@ -1,0 +1,32 @@
+"""Reports: Markdown and figures from records alone, without a GPU or torch, byte for byte the same each time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def render_study(folders: Sequence[Path]) -> Path:
+    """Write the report of one study, or of several as one comparison.
+
+    Args:
+        folders: study folders that hold a ``records.jsonl``. One folder's report goes into that folder;
+            that of several into a folder beside the first, named after all of them.
+
+    Returns:
+        The path of the report's ``README.md``; its figures lie beside it in ``figures/``.
+
+    Raises:
+        FileNotFoundError: where a folder has no records.
+        harness.record.RecordError: for a line that is not a record.
+        ValueError: for no folder, or one without a measurement.
+    """
+    # pandas, matplotlib and seaborn take a second to import: only a render pays for them.
+    from harness.render.figures import draw_all
+    from harness.render.frame import load
+    from harness.render.markdown import write_report
+
+    folders = [Path(folder) for folder in folders]
+    comparison = load(folders)
+    target = folders[0] if len(folders) == 1 else folders[0].parent / "+".join(f.name for f in folders)
+    return write_report(comparison, draw_all(comparison, target / "figures"), target)
