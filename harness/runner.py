@@ -33,11 +33,7 @@ from harness.worker import (
     Step,
     WorkerLost,
     WorkerPool,
-    probe,
-    probe_all,
 )
-
-__all__ = ["Outcome", "RunError", "RunSummary", "Setup", "check_study", "probe", "probe_all", "run_study"]
 
 RECORDS_FILE = "records.jsonl"
 

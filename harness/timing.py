@@ -135,11 +135,11 @@ class GraphTimer:
 
     def sets(self, problem: DecodeProblem) -> int:
         """As many as the cold factor asks for, from 2 to :data:`MAX_SETS`."""
-        return min(self._sets_needed(problem), MAX_SETS)
+        return min(cold_sets(problem.kv_bytes, self._cold_bytes), MAX_SETS)
 
     def flush_bytes(self, problem: DecodeProblem) -> int:
         """The cold factor times the L2 where :data:`MAX_SETS` sets are too few, else 0."""
-        return self._cold_bytes if self._sets_needed(problem) > MAX_SETS else 0
+        return self._cold_bytes if cold_sets(problem.kv_bytes, self._cold_bytes) > MAX_SETS else 0
 
     def lap(self, plan: DecodePlan, sets: Sequence[DecodeInputs], *, rotations: int | None = None) -> Lap:
         """Capture the graph and replay it once, untimed.
@@ -161,11 +161,6 @@ class GraphTimer:
     def throttled(self) -> bool | None:
         """Whether NVML names a reason that lowers the clocks now; None where NVML is missing."""
         return self._clocks.throttled()
-
-    def _sets_needed(self, problem: DecodeProblem) -> int:
-        if problem.kv_bytes == 0:
-            return 2  # nothing is read: there is nothing to be cold
-        return max(2, 1 + math.ceil(self._cold_bytes / problem.kv_bytes))
 
 
 class _GraphLap:
@@ -275,6 +270,18 @@ class _WallLap:
         if self._output is not None:
             _fill_nan(self._output)
         return self._plan.run(self._sets[-1], self._output)
+
+
+def cold_sets(kv_bytes: int, cold_bytes: int) -> int:
+    """Input sets that must rotate so that ``cold_bytes`` of the others lie between two uses of one; at least 2.
+
+    Args:
+        kv_bytes: bytes of K and V of one set. Where it is 0, nothing is read and nothing has to be cold.
+        cold_bytes: bytes of other data wanted.
+    """
+    if kv_bytes == 0:
+        return 2
+    return max(2, 1 + math.ceil(cold_bytes / kv_bytes))
 
 
 def judge(samples_us: Sequence[float | None], *, kv_bytes: int, ceiling_gbps: float | None) -> str | None:

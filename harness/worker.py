@@ -28,6 +28,9 @@ BOUND = -1
 DEADLINE_S = 180.0
 """How long one step may take before its process is killed; compiling is the longest."""
 
+START_DEADLINE_S = 300.0
+"""How long a worker may take to come up: it imports torch, perhaps from a cold disk on a busy machine."""
+
 TIMERS: Mapping[str, str] = {"cuda": "harness.timing:GraphTimer", "cpu": "harness.timing:WallTimer"}
 """Device type -> ``module:Class`` of its timer."""
 
@@ -175,14 +178,15 @@ class Worker:
 
     def __init__(self, setup: Setup, deadline_s: float = DEADLINE_S) -> None:
         context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-        self._deadline_s = deadline_s
         self._conn, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, setup), daemon=True)
         self._process.start()
         theirs.close()  # so that the pipe ends when the worker does
         self._step = Step(None, "start")
+        self._deadline_s = START_DEADLINE_S
         message = self._receive()
         assert isinstance(message, Ready)
+        self._deadline_s = deadline_s
         self.ready = message
 
     def __enter__(self) -> Worker:
@@ -244,31 +248,6 @@ class Worker:
         return WorkerLost(self._step.who, f"{self._step.what}: {how}")
 
 
-def probe(name: str, *, setup: Setup | None = None, deadline_s: float = DEADLINE_S) -> str | None:
-    """Import one implementation in a process of its own.
-
-    Args:
-        name: its id in the catalog.
-        setup: in place of the default one.
-        deadline_s: the longest that importing may take.
-
-    Returns:
-        Why it is unavailable, or None.
-
-    Raises:
-        WorkerLost: if the process does not even start.
-    """
-    return probe_all([name], setup=setup, deadline_s=deadline_s)[name]
-
-
-def probe_all(
-    names: list[str], *, setup: Setup | None = None, deadline_s: float = DEADLINE_S
-) -> dict[str, str | None]:
-    """:func:`probe` for several; they share a process as long as none of them kills it."""
-    with WorkerPool(setup or Setup(), deadline_s) as pool:
-        return {name: pool.load(name) for name in names}
-
-
 class WorkerPool:
     """One worker at a time, and a new one after each loss; a context manager that ends it.
 
@@ -308,7 +287,14 @@ class WorkerPool:
             raise
 
     def load(self, name: str) -> str | None:
-        """Why an implementation is unavailable, or None; killing the process counts as unavailable."""
+        """Import one implementation in a worker, which it may kill.
+
+        Returns:
+            Why it is unavailable, or None.
+
+        Raises:
+            WorkerLost: if no worker comes up to begin with.
+        """
         self._up()  # a worker that cannot start is not the implementation's fault
         reason = None
         try:

@@ -1,0 +1,332 @@
+"""The loop, with fakes in place of kernels, timer and bound: every way to fail, and what stays true then."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from harness import record
+from harness.runner import RunError, RunSummary, check_study, run_study
+from harness.study import Case, Entry, Study
+from harness.worker import Setup
+from impls.problem import DecodeProblem
+from tests.harness import fakes
+
+ROOT = Path(__file__).parents[2]
+
+CATALOG = {
+    "right": "Right",
+    "other": "Right",
+    "wrong": "Wrong",
+    "forgets": "Forgets",
+    "raises": "Raises",
+    "raises-later": "RaisesLater",
+    "out-of-memory": "OutOfMemory",
+    "refuses": "Refuses",
+    "unsupported": "Unsupported",
+    "missing": "Missing",
+    "no-such-file": "NoSuchClass",
+    "kills-on-import": "KillsOnImport",
+    "dies": "Dies",
+    "dies-later": "DiesLater",
+    "hangs": "Hangs",
+    "stalls": "Stalls",
+    "nan-time": "NanTime",
+    "zero-time": "ZeroTime",
+    "negative-time": "NegativeTime",
+    "too-fast": "TooFast",
+}
+
+SETUP = Setup(
+    device="cpu",
+    catalog={name: f"tests.harness.fakes:{cls}" for name, cls in CATALOG.items()},
+    timer="tests.harness.fakes:Timer",
+    bound="tests.harness.fakes:Bound",
+)
+
+DEADLINE_S = 6.0
+
+FIRST = Case(
+    name="first",
+    problem=DecodeProblem(kv_lens=(37,), heads_q=2, heads_kv=1, head_dim=64, dtype="float16"),
+    seed=1,
+)
+SECOND = Case(name="second", problem=replace(FIRST.problem, kv_lens=(5, 0, 12)), seed=2)
+
+
+def make_study(folder: Path, *impls: str | Entry, cases: tuple[Case, ...] = (FIRST, SECOND)) -> Study:
+    entries = tuple(item if isinstance(item, Entry) else Entry(impl=item, tuning={}) for item in impls)
+    folder.mkdir(parents=True, exist_ok=True)
+    return Study(name=folder.name, title="A study", cases=cases, entries=entries, path=folder / "study.toml")
+
+
+def run(study: Study, *, fresh: bool = False, setup: Setup = SETUP, console: Console | None = None) -> RunSummary:
+    return run_study(study, fresh=fresh, setup=setup, deadline_s=DEADLINE_S, console=console)
+
+
+def measurements(study: Study) -> dict[tuple[str | None, str], dict[str, Any]]:
+    rows = [r for r in record.read(study.folder / "records.jsonl") if r["kind"] == "measurement"]
+    by_name = {(r["case"], r["impl"]): r for r in rows}
+    assert len(by_name) == len(rows), "a row was written twice"
+    return by_name
+
+
+# --- one bad day, looked at from all sides ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bad_day(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[RunSummary, Mapping[tuple[str | None, str], Any], str]:
+    """All fakes but the stalling one, on two cases; the lethal ones strike on the first."""
+    study = make_study(tmp_path_factory.mktemp("bad-day"), *(name for name in CATALOG if name != "stalls"))
+    console = Console(file=io.StringIO(), width=200)
+    summary = run(study, console=console)
+    assert isinstance(console.file, io.StringIO)
+    return summary, measurements(study), console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("impl", "status", "reason"),
+    [
+        ("right", "ok", None),
+        ("wrong", "wrong", "row"),
+        ("forgets", "wrong", "after the timed calls: "),
+        ("raises", "failed", "check: ValueError: no such stride"),
+        ("raises-later", "failed", "time: RuntimeError: launch failed"),
+        ("out-of-memory", "failed", "check: out of memory: tried to allocate 3 GiB"),
+        ("refuses", "unsupported", "workspace: expected at most 10 bytes, got 20"),
+        ("unsupported", "unsupported", "head_dim: expected 256, got 64"),
+        ("missing", "unavailable", "import no_such_library: not here"),
+        ("no-such-file", "unavailable", "NoSuchClass"),
+        ("kills-on-import", "unavailable", "import: the process died of SIGSEGV"),
+        ("nan-time", "invalid", "samples[0]: expected a finite time > 0, got nan"),
+        ("zero-time", "invalid", "got 0 µs"),
+        ("negative-time", "invalid", "got -3 µs"),
+    ],
+)
+def test_each_fault_has_its_status_and_reason_on_every_case(
+    bad_day: Any, impl: str, status: str, reason: str | None
+) -> None:
+    for case in ("first", "second"):
+        row = bad_day[1][case, impl]
+        assert row["status"] == status, row["reason"]
+        assert (row["reason"] is None) if reason is None else (reason in row["reason"])
+
+
+@pytest.mark.parametrize(
+    ("impl", "reason"),
+    [
+        ("dies", "check: the process ended with exit code 7"),
+        ("dies-later", "time: the process died of SIGABRT"),
+        ("hangs", "check: no answer within 6 s; the process was killed"),
+    ],
+)
+def test_who_takes_the_worker_along_fails_alone_and_only_there(bad_day: Any, impl: str, reason: str) -> None:
+    assert (bad_day[1]["first", impl]["status"], bad_day[1]["first", impl]["reason"]) == ("failed", reason)
+    assert bad_day[1]["second", impl]["status"] == "ok"
+
+
+def test_faster_than_memory_is_invalid_where_there_is_something_to_read(bad_day: Any) -> None:
+    row = bad_day[1]["first", "too-fast"]
+    assert FIRST.problem.kv_bytes == 9472  # at 1.03 x 1 GB/s
+    assert row["status"] == "invalid"
+    assert "faster than memory: expected at least 9.2 µs for 9472 bytes" in row["reason"]
+    assert [sample["us"] for sample in row["timing"]["samples"]] == [0.008] * 4
+
+
+def test_a_time_that_is_no_number_is_kept_as_null(bad_day: Any) -> None:
+    assert [sample["us"] for sample in bad_day[1]["first", "nan-time"]["timing"]["samples"]] == [None] * 4
+
+
+def test_only_ok_and_invalid_rows_have_times(bad_day: Any) -> None:
+    for row in bad_day[1].values():
+        assert (row["timing"] is not None) == (row["status"] in ("ok", "invalid"))
+
+
+def test_an_ok_row_says_how_it_came_about(bad_day: Any) -> None:
+    row = bad_day[1]["first", "right"]
+    assert row["role"] == "impl"
+    assert row["config"] == {"num_splits": "auto", "us": "20", "workspace_bytes": 32}
+    assert row["compile_ms"] > 0
+    assert row["plan_us"] > 0
+    assert row["check"]["finite"] is True
+    assert 0 <= row["check"]["worst_row"] <= 1
+    assert row["timing"] == {
+        "method": "fake",
+        "cache": "cold",
+        "working_set_bytes": 3 * fakes.inputs_bytes(FIRST.problem),
+        "input_sets": 3,
+        "calls_per_sample": 10,
+        "kernels": 2,
+        "samples": [{"round": i, "us": 20.0, "throttled": False} for i in range(4)],
+    }
+
+
+def test_the_bound_is_the_fastest_of_its_sweep_and_shares_the_rounds(bad_day: Any) -> None:
+    row = bad_day[1]["second", "stream-read"]
+    assert (row["role"], row["status"], row["check"]) == ("bound", "ok", None)
+    assert row["config"]["us"] == "32"
+    assert [config["us"] for config in row["config"]["sweep"]] == [40.0, 32.0, 36.0]
+    assert [sample["round"] for sample in row["timing"]["samples"]] == [0, 1, 2, 3]
+
+
+def test_the_read_ceiling_is_measured_once(bad_day: Any) -> None:
+    row = bad_day[1][None, "read-ceiling"]
+    assert (row["role"], row["status"], row["config"]["bytes"]) == ("bound", "ok", 32000)
+    assert len(row["timing"]["samples"]) == 4
+
+
+def test_the_summary_counts_what_the_records_hold(bad_day: Any) -> None:
+    summary, rows, _ = bad_day
+    assert summary.succeeded
+    assert summary.resumed == 0
+    assert sum(summary.counts.values()) == 2 * (len(CATALOG) - 1) == len(rows) - 3
+    assert list(summary.counts) == ["ok", "wrong", "unsupported", "unavailable", "failed", "invalid"]
+    assert (summary.ok_cases("right"), summary.ok_cases("hangs"), summary.ok_cases("wrong")) == (2, 1, 0)
+
+
+def test_the_console_shows_each_row(bad_day: Any) -> None:
+    lines = [" ".join(line.split()) for line in bad_day[2].splitlines()]
+    assert "first right ok 20 µs" in lines
+    assert "second missing unavailable import no_such_library: not here" in lines
+
+
+# --- continuing ------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_is_not_run_again_unless_asked_to(tmp_path: Path) -> None:
+    study = make_study(tmp_path, "right", Entry(impl="other", tuning={"num_splits": 4}), "missing")
+    first = run(study)
+    before = (tmp_path / "records.jsonl").read_bytes()
+    assert measurements(study)["first", "other"]["config"]["asked"] == {"num_splits": 4}
+
+    again = run(study)
+    assert (again.run_id, again.resumed, again.counts) == (first.run_id, 2, first.counts)
+    assert (tmp_path / "records.jsonl").read_bytes() == before
+
+    anew = run(study, fresh=True)
+    assert anew.run_id != first.run_id
+    assert anew.resumed == 0
+    assert {r["run_id"] for r in record.read(anew.records)} == {anew.run_id}
+    assert len(measurements(study)) == 2 * 4 + 1
+
+
+def test_a_case_is_run_again_when_it_is_asked_for_differently(tmp_path: Path) -> None:
+    study = make_study(tmp_path, "right")
+    run_id = run(study).run_id
+    other_seed = replace(study, cases=(FIRST, replace(SECOND, seed=3)))
+    assert run(other_seed).resumed == 1
+    other_tuning = replace(other_seed, entries=(Entry(impl="right", tuning={"num_splits": 2}),))
+    assert run(other_tuning).resumed == 0
+    assert {r["run_id"] for r in measurements(study).values()} == {run_id}
+    assert measurements(study)["second", "right"]["seed"] == 3
+
+
+def test_another_environment_begins_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = make_study(tmp_path, "right", cases=(FIRST,))
+    first = run(study)
+    rows = record.read(first.records)
+    rows[0]["env"]["torch"] = "1.0"
+    first.records.unlink()
+    for row in rows:
+        record.append(first.records, row)
+    second = run(study)
+    assert second.run_id != first.run_id
+    assert {r["run_id"] for r in record.read(second.records)} == {second.run_id}
+
+
+def test_a_killed_run_loses_nothing_and_is_continued(tmp_path: Path) -> None:
+    study = make_study(tmp_path, "missing", "right", "stalls")
+    records = tmp_path / "records.jsonl"
+    script = (
+        "import sys; from pathlib import Path; from tests.harness.test_runner import *\n"
+        "if __name__ == '__main__': run(make_study(Path(sys.argv[1]), 'missing', 'right', 'stalls'))"
+    )
+    path = tmp_path / "go.py"
+    path.write_text(script)
+    env = {**os.environ, fakes.STALL_VARIABLE: "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, str(path), str(tmp_path)], cwd=ROOT, env=env)
+    try:
+        # The second case stalls: wait until its first row, which needs no timing, has been written.
+        deadline = time.monotonic() + 120
+        while not (records.exists() and b'"second"' in records.read_bytes()):
+            assert process.poll() is None, "the run ended by itself"
+            assert time.monotonic() < deadline, "the second case was never begun"
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    whole = records.read_bytes()
+    with records.open("ab") as file:
+        file.write(b'{"kind":"measurement","schema":1,"run_id":"2026')  # as if killed while writing
+
+    with pytest.warns(record.RecordWarning, match="half-written"):
+        summary = run(study)
+    assert (summary.resumed, summary.counts) == (1, {"ok": 4, "unavailable": 2})
+    kept = [line for line in whole.splitlines() if b'"case":"second"' not in line]
+    assert records.read_bytes().splitlines()[: len(kept)] == kept
+    assert len(measurements(study)) == 2 * 4 + 1
+
+
+# --- other ends ------------------------------------------------------------------------------------------
+
+
+def test_nothing_succeeded_is_said(tmp_path: Path) -> None:
+    summary = run(make_study(tmp_path, "missing", "wrong", cases=(FIRST,)))
+    assert not summary.succeeded
+    assert summary.counts == {"wrong": 1, "unavailable": 1}
+
+
+def test_a_bound_that_dies_takes_no_implementation_along(tmp_path: Path) -> None:
+    study = make_study(tmp_path, "right", cases=(FIRST,))
+    run(study, setup=replace(SETUP, bound="tests.harness.fakes:DyingBound"))
+    rows = measurements(study)
+    for key in ((None, "read-ceiling"), ("first", "stream-read")):
+        assert (rows[key]["status"], rows[key]["reason"]) == ("failed", "sweep: the process ended with exit code 9")
+    assert rows["first", "right"]["status"] == "ok"
+
+
+def test_no_keys_at_all_is_measured_without_a_bound(tmp_path: Path) -> None:
+    empty = Case(name="empty", problem=replace(FIRST.problem, kv_lens=(0, 0)), seed=0)
+    none = Case(name="none", problem=replace(FIRST.problem, kv_lens=()), seed=0)
+    study = make_study(tmp_path, "right", cases=(empty, none))
+    assert run(study).counts == {"ok": 2}
+    assert measurements(study)["empty", "stream-read"]["status"] == "unsupported"
+
+
+def test_a_worker_that_cannot_start_is_an_error_with_its_reason(tmp_path: Path) -> None:
+    study = make_study(tmp_path, "right")
+    with pytest.raises(RunError, match="start: RuntimeError: device: expected a better one"):
+        run(study, setup=replace(SETUP, timer="tests.harness.fakes:NoTimer"))
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_checking_measures_and_records_nothing(tmp_path: Path) -> None:
+    study = make_study(tmp_path, "right", "wrong", "missing", "dies", "zero-time")
+    outcomes = check_study(study, setup=SETUP, deadline_s=DEADLINE_S)
+    assert [(o.case, o.entry.impl, o.status) for o in outcomes] == [
+        ("first", "right", "ok"),
+        ("first", "wrong", "wrong"),
+        ("first", "missing", "unavailable"),
+        ("first", "dies", "failed"),
+        ("first", "zero-time", "ok"),
+        ("second", "right", "ok"),
+        ("second", "wrong", "wrong"),
+        ("second", "missing", "unavailable"),
+        ("second", "dies", "ok"),
+        ("second", "zero-time", "ok"),
+    ]
+    assert outcomes[0].check is not None
+    assert list(tmp_path.iterdir()) == []
