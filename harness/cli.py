@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -16,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.record import STATUSES, RecordError
-from harness.runner import RunError, check_study, run_study
-from harness.study import Entry, StudyError, expand_study, find_study, load_study, study_folder
+from harness.runner import Outcome, RunError, check_study, run_study
+from harness.study import Case, Entry, Study, StudyError, expand_study, find_study, load_study, study_folder
 from harness.worker import Setup, WorkerLost, WorkerPool
 from impls.catalog import IMPLS, OURS
+from impls.problem import DTYPE_BYTES, DecodeProblem
 
 app = typer.Typer(
     help="Which split-KV decode kernel for this batch, and how far is it from the speed of memory?",
@@ -28,12 +30,37 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# What other libraries say goes onto these, brackets and all: it is no markup.
-console = Console(markup=False, highlight=False)
-progress = Console(markup=False, highlight=False, stderr=True)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    # What other libraries say is printed as it is, brackets and all: it is no markup.
+    made = Console(markup=False, highlight=False, stderr=stderr)
+    if not made.is_terminal:
+        made.width = 160  # a file has no width; rich would wrap it at 80 columns
+    return made
+
+
+console = _console()
+progress = _console(stderr=True)
 
 OUR_NAME = "ours"
 """Stands for both of our kernels after ``--require``."""
+
+SMALL = Study(
+    name="doctor",
+    title="One small problem of each dtype",
+    cases=tuple(
+        Case(
+            name=dtype,
+            problem=DecodeProblem(kv_lens=(64, 33), heads_q=8, heads_kv=2, head_dim=64, dtype=dtype),
+            seed=0,
+        )
+        for dtype in DTYPE_BYTES
+    ),
+    entries=tuple(Entry(impl=name, tuning={}) for name in IMPLS),
+    path=Path("doctor.toml"),
+)
+"""What ``doctor`` tries; it is never written."""
 
 
 class Device(StrEnum):
@@ -51,41 +78,31 @@ DeviceOption = Annotated[
 
 @app.command()
 def doctor(device: DeviceOption = None) -> None:
-    """Say what is here: the environment, and every implementation, available or why not."""
+    """Say what is here: the environment, and what each implementation does with one small problem of each dtype.
+
+    Compiles and runs the kernels, so it may take a minute the first time.
+    """
     with WorkerPool(Setup(device=device)) as pool:
         environment = pool.ready.env
-        reasons = {name: pool.load(name) for name in IMPLS}
     table = _table("environment", "here")
     for key, value in environment.items():
         if isinstance(value, Mapping):
             value = ", ".join(f"{name} {item}" for name, item in value.items())
         table.add_row(key, "-" if value is None else str(value))
     console.print(table)
-    table = _table("implementation", "here", "reason")
-    for name, reason in reasons.items():
-        table.add_row(name, "available" if reason is None else "unavailable", reason)
-    console.print(table)
+    _print_check(SMALL, check_study(SMALL, device=environment["device"], console=progress))
 
 
 @app.command()
 def check(study: StudyArgument, device: DeviceOption = None) -> None:
     """Compare every implementation with the float64 reference on each case, without timing.
 
-    A number beside "ok" is the worst row's error as a share of its budget. Fails if any result is wrong, any
-    implementation failed, or nothing ran.
+    A number beside a verdict is the worst row's error as a share of its budget. Fails if any result is wrong,
+    any implementation failed, or nothing ran.
     """
     loaded = load_study(study)
     outcomes = check_study(loaded, device=device, console=progress)
-    matrix = _table("case", *(_label(entry) for entry in loaded.entries))
-    for case in loaded.cases:
-        cells = []
-        for outcome in outcomes:
-            if outcome.case == case.name:
-                worst = (outcome.check or {}).get("worst_row")
-                cells.append(outcome.status if worst is None else f"{outcome.status} {worst:.2f}")
-        matrix.add_row(case.name, *cells)
-    console.print(matrix)
-    console.print(_tally((_label(outcome.entry), outcome.status, outcome.reason) for outcome in outcomes))
+    _print_check(loaded, outcomes)
     statuses = {outcome.status for outcome in outcomes}
     if statuses & {"wrong", "failed"} or "ok" not in statuses:
         raise typer.Exit(1)
@@ -111,12 +128,13 @@ def run(
     """
     loaded = load_study(study)
     required = [name for item in require or () for name in (OURS if item == OUR_NAME else (item,))]
-    in_study = dict.fromkeys(entry.impl for entry in loaded.entries)
+    in_study = list(dict.fromkeys(entry.impl for entry in loaded.entries))
     for name in required:
         if name not in in_study:
             raise StudyError(f"--require: expected {OUR_NAME} or one of {', '.join(in_study)}, got {name!r}")
     summary = run_study(loaded, device=device, fresh=fresh, console=progress)
-    console.print(_tally((row["impl"], row["status"], row["reason"]) for row in summary.rows))
+    rows = sorted(summary.rows, key=lambda row: in_study.index(row["impl"]))
+    console.print(_tally((row["impl"], row["status"], row["reason"]) for row in rows))
     console.print(f"{summary.run_id} is in {summary.records}", soft_wrap=True)
     missing = [name for name in required if not summary.ok_cases(name)]
     if missing:
@@ -166,6 +184,21 @@ def _say_error(text: str) -> None:
 
 def _label(entry: Entry) -> str:
     return " ".join([entry.impl, *(f"{key}={value}" for key, value in entry.tuning.items())])
+
+
+def _print_check(study: Study, outcomes: Sequence[Outcome]) -> None:
+    """The verdicts, case by implementation, and below them how often which, and why."""
+    matrix = _table("case", *(_label(entry) for entry in study.entries))
+    for case in study.cases:
+        of_case = (outcome for outcome in outcomes if outcome.case == case.name)
+        matrix.add_row(case.name, *map(_verdict, of_case))
+    console.print(matrix)
+    console.print(_tally((_label(outcome.entry), outcome.status, outcome.reason) for outcome in outcomes))
+
+
+def _verdict(outcome: Outcome) -> str:
+    worst = (outcome.check or {}).get("worst_row")
+    return outcome.status if worst is None else f"{outcome.status} {worst:.2f}"
 
 
 def _table(*columns: str) -> Table:
