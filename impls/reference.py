@@ -47,11 +47,15 @@ class Reference:
         p_rms: ``[B, Hq, D]``: standard deviation of ``out`` when each ``P`` is rounded to the input dtype,
             ``sqrt(sum_j r_j^2 v_jd^2)``, where ``r_j`` is the rms rounding error of ``p_j``. Zero for
             float32, where ``P`` is not rounded again.
-        p_bias: ``[B, Hq, D]``: the coherent part of that rounding: float16 weights under ``2^-14`` of the
-            largest are subnormal, those under ``2^-25`` vanish, and all of them the same way.
+        bias: ``[B, Hq, D]``: the most that errors shared by many keys can do to ``out``: equal scores have
+            equal errors and their weights are rounded alike, and float16 weights under ``2^-25`` of the
+            largest all vanish.
         s_rms: ``[B, Hq, D]``: standard deviation of ``out`` when each score has its float32 error
             ``e_j``, ``sqrt(sum_j p_j^2 e_j^2 (v_jd - out_d)^2)``. See :func:`reference` for ``e_j``.
-        s_lse: ``[B, Hq]``: standard deviation of ``lse`` from the same errors, ``sqrt(sum_j p_j^2 e_j^2)``.
+        s_lse: ``[B, Hq]``: standard deviation of ``lse`` from the same errors, ``sqrt(sum_j p_j^2 e_j^2)``,
+            plus the shared errors of equal scores.
+        tied: ``[B, Hq]``: share of the keys whose score another key has too, the largest score left out.
+            Adding equal terms to a sum rounds the same way at every step, instead of at random.
         swing: ``[B, Hq, D]``: the largest value that a running sum ``sum_{j <= t} p_j v_jd`` takes, or
             would typically take in random order; accumulation errors are relative to it.
     """
@@ -60,9 +64,10 @@ class Reference:
     lse: Tensor
     top: Tensor
     p_rms: Tensor
-    p_bias: Tensor
+    bias: Tensor
     s_rms: Tensor
     s_lse: Tensor
+    tied: Tensor
     swing: Tensor
 
 
@@ -101,9 +106,10 @@ def reference(inputs: DecodeInputs) -> Reference:
         lse=zeros(*shape[:2]) - torch.inf,
         top=zeros(*shape[:2]) - torch.inf,
         p_rms=zeros(*shape),
-        p_bias=zeros(*shape),
+        bias=zeros(*shape),
         s_rms=zeros(*shape),
         s_lse=zeros(*shape[:2]),
+        tied=zeros(*shape[:2]),
         swing=zeros(*shape),
     )
     bounds = problem.cu_seqlens
@@ -124,17 +130,25 @@ def _fill_sequence(result: Reference, b: int, inputs: DecodeInputs, rows: slice)
     total = p.sum(-1, keepdim=True)
     s_error = FP32_UNIT * (magnitude + s.abs() + (top - s) + 4) * p  # p_j e_j
     p_error, p_lost = _weight_rounding(p, dtype)
+    tied = _tied(s, p)
+    shared = torch.where(tied, s_error, 0.0)  # errors that equal scores have in common
+    shared_lse = shared.sum(-1, keepdim=True) / total
+    if dtype != torch.float32:
+        shared += torch.where(tied, torch.minimum(unit_roundoff(dtype) * p, 1 - p), 0.0)
+    any_tied = bool(tied.any())
 
     linear = torch.cat([p, s_error.square(), p_lost], dim=1)  # [Hkv, 3G, n], to meet V
     square = torch.cat([p.square(), s_error.square(), p_error.square()], dim=1)  # to meet V squared
     sums, squares = q.new_zeros(2, problem.heads_kv, 3 * problem.group, problem.head_dim)
-    swing = torch.zeros_like(q)
+    swing, bias = torch.zeros_like(q), torch.zeros_like(q)
     for at, v in enumerate(torch.split(inputs.v[rows], CHUNK)):
         chunk = slice(at * CHUNK, at * CHUNK + len(v))
         vd = v.double().transpose(0, 1)  # [Hkv, chunk, D]
         sums += linear[..., chunk] @ vd
         squares += square[..., chunk] @ vd.square()
         swing = torch.maximum(swing, sums[:, : problem.group].abs())
+        if any_tied:
+            bias += shared[..., chunk] @ vd.abs()
 
     out, s_cross, lost = (part / total for part in sums.chunk(3, dim=1))
     walk, s_square, p_square = (part / total.square() for part in squares.chunk(3, dim=1))
@@ -146,9 +160,10 @@ def _fill_sequence(result: Reference, b: int, inputs: DecodeInputs, rows: slice)
     result.lse[b] = (top + total.log()).flatten()
     result.top[b] = top.flatten()
     result.p_rms[b] = p_square.sqrt().flatten(0, 1)
-    result.p_bias[b] = lost.abs().flatten(0, 1)
+    result.bias[b] = (lost.abs() + bias / total).flatten(0, 1)
     result.s_rms[b] = s_variance.clamp(min=0).sqrt().flatten(0, 1)
-    result.s_lse[b] = s_weight.sqrt().flatten()
+    result.s_lse[b] = (s_weight.sqrt() + shared_lse).flatten()
+    result.tied[b] = tied.double().mean(-1).flatten()
     result.swing[b] = torch.maximum(swing / total, walk.sqrt()).flatten(0, 1)
 
 
@@ -174,3 +189,16 @@ def _weight_rounding(p: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     lost = torch.where(p < torch.finfo(dtype).tiny, p.clamp(max=half_subnormal(dtype)), 0.0)
     error = torch.minimum(torch.maximum(ROUNDING_RMS * unit_roundoff(dtype) * p, lost), 1 - p)
     return error, lost
+
+
+def _tied(s: Tensor, p: Tensor) -> Tensor:
+    """Which keys share their score with another one, other than the largest score; bool ``[Hkv, G, n]``.
+
+    Equal rows of K give scores that differ in the last bits of float64, by where they fell in a chunk.
+    """
+    ordered, order = s.sort(dim=-1)
+    same = ordered.diff(dim=-1) <= 1e-12 * (1 + ordered[..., 1:].abs())
+    neighbour = torch.zeros_like(ordered, dtype=torch.bool)
+    neighbour[..., 1:] |= same
+    neighbour[..., :-1] |= same
+    return torch.zeros_like(neighbour).scatter(-1, order, neighbour) & (p < 1 - 1e-9)

@@ -127,7 +127,7 @@ class Machine:
     name: str
     target: str
     tma: bool
-    max_stages: int
+    ring_bytes: int
     shared: Any
     fragment: Any
     parallel: Any
@@ -175,7 +175,7 @@ class Ampere(Machine):
     name = "sm_80"
     target = "cuda"
     tma = False
-    max_stages = 4
+    ring_bytes = 64 << 10  # sm_86 and sm_89 have 99 KiB of shared memory a CTA
     shared = staticmethod(T.alloc_shared)
     fragment = staticmethod(T.alloc_fragment)
     parallel = staticmethod(T.Parallel)
@@ -218,6 +218,7 @@ class Hopper(Ampere):
 
     name = "sm_90a"
     tma = True
+    ring_bytes = 144 << 10  # one CTA an SM with 128 KiB in flight beat two with 64 KiB each
     load = _hopper_load
     skip = _nothing
     wait = _hopper_wait
@@ -237,7 +238,7 @@ class Cpu(Machine):
     name = "cpu"
     target = "c"
     tma = False
-    max_stages = 1
+    ring_bytes = 0  # loads are synchronous: one stage
     shared = staticmethod(T.alloc_local)
     fragment = staticmethod(T.alloc_local)
     parallel = staticmethod(T.grid)

@@ -338,16 +338,22 @@ def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, S
     """The caller's tile where there is one, else the rule.
 
     ``block_h`` is the group of query heads that shares a KV head, padded to the 16 rows of an ``mma`` (over 64:
-    several tiles); the C target has no such unit and takes the group as it is. ``block_n`` keeps two stages of
-    K and V at 64 KiB, so that three CTAs share an SM.
+    several tiles); the C target has no such unit and takes the group as it is. Decode is bound by reading K and
+    V, so ``block_n`` and ``num_stages`` are chosen for bytes in flight: the longest tile, up to 128 keys, of
+    which two fit the machine's ring, and then as many stages as fit.
     """
     group = problem.group
-    block_h = min(group, 64) if machine.target == "c" else next((h for h in (16, 32) if group <= h), 64)
-    block_n = 64 if problem.head_dim <= 128 else 32
+    if machine.target == "c":
+        block_h, block_n, stages = min(group, 64), 64, 1
+    else:
+        block_h = next((h for h in (16, 32) if group <= h), 64)
+        key_bytes = 2 * machine.padded(problem.head_dim) * problem.element_bytes
+        block_n = min(128, 1 << (machine.ring_bytes // (2 * key_bytes)).bit_length() - 1)
+        stages = machine.ring_bytes // (block_n * key_bytes)
     return Tile(
         block_h=positive(choice, "block_h", block_h),
         block_n=positive(choice, "block_n", block_n),
-        num_stages=min(positive(choice, "num_stages", 2), machine.max_stages),
+        num_stages=positive(choice, "num_stages", stages),
         threads=positive(choice, "threads"),
     )
 

@@ -248,6 +248,12 @@ class Tile:
     num_stages: int
     num_warps: int
 
+    def __post_init__(self) -> None:
+        for name, least in (("block_n", 16), ("block_h", 16), ("num_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name}: expected a power of two >= {least}, got {value}")
+
 
 def block_d(head_dim: int) -> int:
     """The head dim padded to what a Triton tile can hold: a power of two of at least 16."""
@@ -261,12 +267,14 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
     over 64, several tiles. Float32 uses no tensor cores and holds its tiles in registers: always 16.
 
     ``block_n``: the most keys, up to 128 (float32: 64), whose K and V in all pipeline buffers fit 60 % of an
-    SM's shared memory; half as many where a CTA gets fewer than 1024 keys, so that several share an SM. The
-    interpreter has no such limits and pays for every tile: 512.
+    SM's shared memory; half as many where a CTA gets fewer than 1024 keys, so that several share an SM. In the
+    interpreter, the most keys whose products numpy leaves to one thread: 2^18 multiplications, over which
+    OpenBLAS wakes a pool that costs more than it brings.
     """
     block_h = 16 if problem.dtype == "float32" else min(64, max(16, 1 << (problem.group - 1).bit_length()))
-    block_n = 512
-    if device.type == "cuda":
+    if device.type == "cpu":
+        block_n = max(16, 2**18 // (block_h * block_d(problem.head_dim)))
+    else:
         buffers = 3 if block_h == 64 else 2  # Triton keeps one more where the product is a wgmma
         key_bytes = 2 * block_d(problem.head_dim) * problem.element_bytes
         fits = shared_memory(device) * 6 // 10 // (buffers * key_bytes)
@@ -305,10 +313,8 @@ class TritonPlan(SplitKVPlan):
         self.tile = tile = choose_tile(problem, device, choice)
         head_tiles = -(-problem.group // tile.block_h)
         tiles = problem.heads_kv * head_tiles
-        # The interpreter's large tiles must not keep a CPU from splitting what a GPU splits.
-        min_keys = min(tile.block_n, 128)
         super().__init__(
-            problem, device, choice, sm_count=sm_count(device), tiles_per_split=tiles, min_keys=min_keys
+            problem, device, choice, sm_count=sm_count(device), tiles_per_split=tiles, min_keys=tile.block_n
         )
         compute_dtype = "float32" if INTERPRETED else problem.dtype
         scale_log2 = problem.softmax_scale * math.log2(math.e)

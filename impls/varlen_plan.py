@@ -82,11 +82,11 @@ class VarlenImpl:
             return f"head_dim: expected a multiple of 8 up to 256, got {problem.head_dim}"
         tiny = replace(problem, kv_lens=(1,))
         if tiny not in self._answers:
-            self._answers[tiny] = self._ask(tiny, device)
+            self._answers[tiny] = self.refusal_of_build(tiny, device)
         return self._answers[tiny]
 
-    def _ask(self, tiny: DecodeProblem, device: torch.device) -> str | None:
-        """What the library says to one key of this shape, or None if it computes it."""
+    def refusal_of_build(self, tiny: DecodeProblem, device: torch.device) -> str | None:
+        """What the library answers to a problem of one key, or None if it computes it."""
         dtype = TORCH_DTYPES[tiny.dtype]
         q = torch.zeros((1, tiny.heads_q, tiny.head_dim), dtype=dtype, device=device)
         kv = torch.zeros((1, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)

@@ -1,0 +1,179 @@
+"""The TileLang kernels beyond conformance: one body for every machine, what it lowers to, what it compiles."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import tilelang
+import torch
+from tilelang import tvm
+
+from harness.check import check_plan
+from harness.inputs import make_inputs
+from impls import tilelang_splitkv
+from impls.contract import ImplUnavailable, InputError
+from impls.problem import DecodeProblem
+from impls.reference import reference
+from impls.splitkv_plan import SPLIT_TUNING
+
+CPU = torch.device("cpu")
+
+
+def lower(module: ModuleType, machine: str, head_dim: int = 128, **choice: int) -> str:
+    """The CUDA source of the split kernel, for 32/8 heads, bfloat16 and the rule's tile."""
+    target = module.MACHINES[machine]
+    problem = DecodeProblem(kv_lens=(8192,), heads_q=32, heads_kv=8, head_dim=head_dim)
+    tile = module.choose_tile(target, problem, {**module.TUNING, **choice})
+    kernel = module.split_kernel(target, 32, 8, head_dim, "bfloat16", **vars(tile))
+    with tvm.target.Target({"kind": "cuda", "arch": machine}):
+        source: str = tilelang.lower(kernel).kernel_source
+    return source
+
+
+@pytest.mark.parametrize("head_dim", tilelang_splitkv.HEAD_DIMS)
+def test_lowers_for_hopper_with_tma(head_dim: int) -> None:
+    source = lower(tilelang_splitkv, "sm_90a", head_dim)
+    assert "tl::tma_load(K_desc" in source
+    assert "tl::tma_load(V_desc" in source
+    assert "cp_async" not in source
+    assert "mma_sync" in source
+
+
+def test_lowers_for_hopper_with_wgmma_where_the_tile_has_64_rows() -> None:
+    source = lower(tilelang_splitkv, "sm_90a", block_h=64, block_n=64)
+    assert "wgmma" in source
+    assert "tl::tma_load(K_desc" in source
+
+
+@pytest.mark.parametrize("head_dim", tilelang_splitkv.HEAD_DIMS)
+def test_lowers_for_ampere_with_cp_async(head_dim: int) -> None:
+    source = lower(tilelang_splitkv, "sm_80", head_dim)
+    assert "cp_async_gs" in source
+    assert "tma_load" not in source
+    assert "wgmma" not in source
+
+
+def test_each_cuda_machine_has_its_own_stages_and_policy() -> None:
+    problem = DecodeProblem(kv_lens=(8192,), heads_q=32, heads_kv=8, head_dim=128)
+    tiles = {
+        name: tilelang_splitkv.choose_tile(tilelang_splitkv.MACHINES[name], problem, tilelang_splitkv.TUNING)
+        for name in ("sm_90a", "sm_80")
+    }
+    assert (tiles["sm_90a"].block_n, tiles["sm_90a"].num_stages) == (128, 2)
+    assert (tiles["sm_80"].block_n, tiles["sm_80"].num_stages) == (64, 2)
+    # Two tiles in flight: all but the newest one's two copies have landed when a tile is used.
+    assert "cp_async_wait<2>" in lower(tilelang_splitkv, "sm_80")
+    # 64 rows: each warp owns 16 of them and P stays in registers; fewer: P goes through shared memory.
+    assert "P_local_cast" in lower(tilelang_splitkv, "sm_80")
+    assert "P_local_cast" not in lower(tilelang_splitkv, "sm_80", block_h=64)
+
+
+@pytest.mark.parametrize("machine", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("head_dim", tilelang_splitkv.HEAD_DIMS)
+def test_combine_lowers(machine: str, head_dim: int) -> None:
+    kernel = tilelang_splitkv.combine_kernel(tilelang_splitkv.MACHINES[machine], 32, head_dim, "bfloat16", 32, 128)
+    with tvm.target.Target({"kind": "cuda", "arch": machine}):
+        source = tilelang.lower(kernel).kernel_source
+    assert "combine_kernel" in source
+
+
+FAULTS = {
+    "wrong split edge": ("rest = keys - t * block_n", "rest = keys - 1 - t * block_n"),
+    "missing scale": (
+        "acc_s[i, j] = T.exp2((acc_s[i, j] - scores_max[i]) * scale_log2)",
+        "acc_s[i, j] = T.exp2(acc_s[i, j] - scores_max[i])",
+    ),
+    "unnormalised partial": ("acc_o[i, d] / logsum[i], 0.0)", "acc_o[i, d], 0.0)"),
+}
+
+
+def mutated(path: Path, right: str, wrong: str) -> ModuleType:
+    """A copy of the kernel module with one expression of its body replaced."""
+    source = Path(tilelang_splitkv.__file__).read_text()
+    assert source.count(right) == 1
+    path.write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_body_fails_on_the_cpu_and_reaches_sm_90a(fault: str, tmp_path: Path) -> None:
+    module = mutated(tmp_path / f"mutated_{list(FAULTS).index(fault)}.py", *FAULTS[fault])
+    problem = DecodeProblem(kv_lens=(150, 33), heads_q=4, heads_kv=2, head_dim=64, dtype="float32")
+    inputs = make_inputs(problem, 0, CPU)
+    expected = reference(inputs)
+    tuning = {"num_splits": 2}
+    right = check_plan(tilelang_splitkv.TileLangSplitKV().plan(problem, CPU, tuning), inputs, expected)
+    wrong = check_plan(module.TileLangSplitKV().plan(problem, CPU, tuning), inputs, expected)
+    assert right.ok, right.reason
+    assert not wrong.ok
+    assert lower(module, "sm_90a") != lower(tilelang_splitkv, "sm_90a")
+
+
+def test_lengths_and_batch_sizes_never_recompile() -> None:
+    impl = tilelang_splitkv.TileLangSplitKV()
+    batches = [(1,), (7, 0), (64, 65), (129,), (3, 5, 1001), *((i, 2 * i + 1) for i in range(15))]
+    variants = set()
+    for lens in batches:
+        problem = DecodeProblem(kv_lens=lens, heads_q=2, heads_kv=1, head_dim=64, dtype="float32")
+        inputs = make_inputs(problem, 0, CPU)
+        result = check_plan(impl.plan(problem, CPU, {"num_splits": 3}), inputs, reference(inputs))
+        assert result.ok, (lens, result.reason)
+        variants.add(tilelang_splitkv.compiled_variants())
+    assert len(batches) == 20
+    assert len(variants) == 1
+
+
+def test_bfloat16_computes_in_float32_on_the_cpu_and_says_so() -> None:
+    problem = DecodeProblem(kv_lens=(9,), heads_q=2, heads_kv=1, head_dim=64, dtype="bfloat16")
+    config = tilelang_splitkv.TileLangSplitKV().plan(problem, CPU).config
+    assert config["compute_dtype"] == "float32"
+    assert config["machine"] == "cpu"
+
+
+def test_config_names_what_a_rerun_needs() -> None:
+    problem = DecodeProblem(kv_lens=(300, 5), heads_q=2, heads_kv=1, head_dim=64, dtype="float16")
+    config = tilelang_splitkv.TileLangSplitKV().plan(problem, CPU, {"num_splits": 8}).config
+    assert config["num_splits"] == 8
+    assert config["splits_max"] == 8
+    assert config["work_items"] == 8 + 5
+    assert {"block_n", "block_h", "num_stages", "threads", "tma", "warp_specialize"} <= set(config)
+
+
+def test_without_a_compiler_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ImplUnavailable, match=r"C\+\+ compiler: expected no-such-compiler on PATH"):
+        tilelang_splitkv.TileLangSplitKV()
+
+
+def test_refused_layouts_are_named() -> None:
+    problem = DecodeProblem(kv_lens=(4,), heads_q=2, heads_kv=1, head_dim=64, dtype="float16")
+    inputs = make_inputs(problem, 0, CPU)
+    wide = torch.zeros(4, 1, 100, dtype=torch.float16)[:, :, :64]
+    odd = type(inputs)(problem, inputs.q, wide, wide, inputs.cu_seqlens_k)
+    with pytest.raises(InputError, match=r"k: expected a 16-byte aligned start"):
+        tilelang_splitkv.check_layout(tilelang_splitkv.MACHINES["sm_90a"], odd)
+    with pytest.raises(InputError, match=r"k: expected contiguous \(cp.async\)"):
+        tilelang_splitkv.check_layout(tilelang_splitkv.MACHINES["sm_80"], odd)
+
+
+def test_float32_is_refused_on_a_gpu_with_the_rule() -> None:
+    problem = DecodeProblem(kv_lens=(4,), heads_q=2, heads_kv=1, head_dim=64, dtype="float32")
+    reason = tilelang_splitkv.TileLangSplitKV().unsupported(problem, torch.device("cuda"))
+    assert reason is not None
+    assert reason.startswith("dtype: expected float16 or bfloat16 on a GPU")
+
+
+def test_head_dims_that_are_not_compiled_are_refused_with_the_rule() -> None:
+    problem = DecodeProblem(kv_lens=(4,), heads_q=2, heads_kv=1, head_dim=72)
+    reason = tilelang_splitkv.TileLangSplitKV().unsupported(problem, CPU)
+    assert reason == "head_dim: expected one of 64, 80, 96, 128, 192, 256, got 72"
+    assert set(SPLIT_TUNING) <= set(tilelang_splitkv.TUNING)
