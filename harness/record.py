@@ -171,7 +171,7 @@ def read(path: str | Path) -> list[Record]:
         if not line.strip():
             continue
         try:
-            records.append(validate(_parse(line)))
+            records.append(_check_schema(_parse(line)))
         except RecordError as error:
             if isinstance(error, _NotAnObject) and not line.endswith(b"\n"):
                 warnings.warn(f"{path}:{number}: skipped a half-written last line", RecordWarning, stacklevel=2)
@@ -226,6 +226,10 @@ def validate(record: Record) -> Record:
         RecordError: naming the key, what was expected and what was got.
     """
     _check_json("", record)
+    return _check_schema(record)
+
+
+def _check_schema(record: Record) -> Record:
     _key(record, "kind", lambda v: v in KINDS, f"one of {', '.join(KINDS)}")
     _key(record, "schema", lambda v: v == SCHEMA and _is_int(v), f"{SCHEMA}")
     _key(record, "run_id", _is_name, "a non-empty string")
