@@ -28,7 +28,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, TypeAlias
 
 from impls.problem import DecodeProblem, ProblemError
@@ -208,15 +207,16 @@ def replace_cases(path: str | Path, records: Iterable[Mapping[str, Any]]) -> Non
     lines = b"".join(_to_line(r) for r in merged if r["run_id"] in live)
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
-        try:
+    # A plain file beside the other, and not one of tempfile's, which only its owner could read.
+    half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with half.open("wb") as file:
             file.write(lines)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
 
 
 def validate(record: Record) -> Record:

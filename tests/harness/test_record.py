@@ -232,3 +232,10 @@ def test_replacing_makes_a_missing_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "records.jsonl"
     rec.replace_cases(path, [measurement("a")])
     assert rec.read(path) == [measurement("a")]
+
+
+def test_a_replaced_file_can_be_read_by_whom_an_appended_one_can(tmp_path: Path) -> None:
+    appended, replaced = tmp_path / "appended.jsonl", tmp_path / "replaced.jsonl"
+    rec.append(appended, measurement("a"))
+    rec.replace_cases(replaced, [measurement("a")])
+    assert replaced.stat().st_mode == appended.stat().st_mode
