@@ -22,7 +22,7 @@ from harness.check import check_plan, compare
 from harness.env import default_device, environment
 from harness.inputs import input_sets
 from harness.study import Entry
-from harness.timing import Lap, Timer, judge
+from harness.timing import CaptureFailed, Lap, Timer, judge
 from harness.worker import (
     BOUND,
     BOUNDS,
@@ -60,7 +60,7 @@ class Refused(Exception):
 
 
 class DeviceLost(Exception):
-    """The device does not answer any more, and only a new process will change that."""
+    """The device is of no more use to this process; the message is the reason of whoever did it."""
 
 
 @dataclass
@@ -130,9 +130,12 @@ class Bench:
         problem: DecodeProblem = self._bound.ceiling_problem
         with self._row_on_failure([BOUND]):
             sets = self._make_sets(problem, seed=0, timed=True)
-            best = self._sweep(problem, sets)
-            best.row = replace(best.row, config={**(best.row.config or {}), "bytes": problem.kv_bytes})
-            self._time({BOUND: best}, sets, last=None, ceiling_gbps=None)
+            outcome = self._attempt(BOUND, self._sweep, problem, sets)
+            if isinstance(outcome, Row):
+                self._send(outcome)
+                return
+            outcome.row = replace(outcome.row, config={**outcome.row.config, "bytes": problem.kv_bytes})
+            self._time({BOUND: outcome}, sets, last=None, ceiling_gbps=None)
 
     def _measure(self, task: Measure) -> None:
         case, problem = task.case, task.case.problem
@@ -318,6 +321,8 @@ class Bench:
             return Row(who=who, status="unsupported", reason=_shorten(str(error)))
         except ImplUnavailable as error:
             return Row(who=who, status="unavailable", reason=_shorten(str(error)))
+        except CaptureFailed as error:
+            raise DeviceLost(_shorten(str(error))) from error
         except Exception as error:
             reason = _describe(self._what, error)
             # The traceback holds on to tensors of the frames it names.
@@ -378,8 +383,8 @@ class Bench:
         """Tell a failed call from a device that is gone: after the latter, every call fails."""
         if self._device.type != "cuda":
             return
-        self._free()
         try:
+            self._free()
             torch.ones(1, device=self._device).item()
         except Exception as error:
             raise DeviceLost(reason) from error

@@ -52,6 +52,13 @@ CEILING_SLACK = 1.03
 """How much faster than the read ceiling a time may seem before it is called impossible."""
 
 
+class CaptureFailed(RuntimeError):
+    """A plan that cannot be captured in a CUDA graph; the message is what stopped it.
+
+    PyTorch's allocator and random generators do not come back from a broken capture: the process must end.
+    """
+
+
 class Lap(Protocol):
     """One plan, made ready for being timed; warmed up."""
 
@@ -105,7 +112,8 @@ class Timer(Protocol):
             rotations: how often one sample goes through all sets; None chooses.
 
         Raises:
-            Exception: whatever the plan raises, and a ``RuntimeError`` where it cannot be captured.
+            CaptureFailed: if the method needs a CUDA graph of the plan, and there can be none.
+            Exception: whatever else the plan raises.
         """
         ...
 
@@ -145,7 +153,7 @@ class GraphTimer:
         """Capture the graph and replay it once, untimed.
 
         Raises:
-            RuntimeError: if the plan cannot be captured, with what CUDA said.
+            CaptureFailed: if the plan cannot be captured, with what CUDA said.
         """
         problem = sets[0].problem
         flush_bytes = self.flush_bytes(problem)
@@ -179,14 +187,18 @@ class _GraphLap:
         torch.cuda.synchronize()
 
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
+        stopped: Exception | None = None  # leaving a broken capture raises an error of its own, which says less
         try:
             with torch.cuda.graph(self._graph):
-                for call in range(self.calls):
-                    self._last = plan.run(sets[call % len(sets)], self._output)
+                try:
+                    for call in range(self.calls):
+                        self._last = plan.run(sets[call % len(sets)], self._output)
+                except Exception as error:
+                    stopped = error
+                    raise
         except Exception as error:
-            # Leaving a broken capture raises an error of its own; the first one says why.
-            cause = error.__context__ or error
-            raise RuntimeError(f"CUDA graph capture: {type(cause).__name__}: {cause}") from error
+            cause = stopped or error
+            raise CaptureFailed(f"CUDA graph capture: {type(cause).__name__}: {cause}") from error
         self._graph.instantiate()
         self.kernels = _kernels_per_call(self._graph, self.calls)
         self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

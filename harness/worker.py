@@ -317,6 +317,7 @@ class WorkerPool:
 def _serve(conn: connection.Connection, setup: Setup) -> None:
     """The worker's main function: tasks in, messages out, until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    os.dup2(2, 1)  # what compilers print is no output of the command
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if setup.device == "cpu":
         # Triton decides at import whether its kernels are interpreted, and would decide for the GPU.

@@ -225,6 +225,49 @@ class RaisesLater(Right):
     plan_class = RaisesLaterPlan
 
 
+class CopiesPlan(Plan):
+    """For a GPU: launches one kernel, and is wrong only by what it computes."""
+
+    def new_output(self) -> DecodeOutput | None:
+        return empty_output(self.problem, torch.device("cuda", 0))
+
+    def workspaces(self) -> tuple[torch.Tensor, ...]:
+        return ()
+
+    def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
+        assert out is not None
+        out.out.copy_(inputs.q)
+        return out
+
+
+class NotCapturablePlan(CopiesPlan):
+    """Right, and waits for the device in every run."""
+
+    def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
+        torch.cuda.current_stream().synchronize()
+        return Plan.run(self, inputs, out)
+
+
+class NotCapturable(Right):
+    plan_class = NotCapturablePlan
+
+
+class PoisonsPlan(CopiesPlan):
+    """Reads out of bounds on the device, which ends the CUDA context of its process."""
+
+    def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
+        inputs.q.view(-1)[torch.full((1,), 2**40, device=inputs.q.device)].add_(1)
+        return super().run(inputs, out)
+
+
+class Poisons(Right):
+    plan_class = PoisonsPlan
+
+
+class Copies(Right):
+    plan_class = CopiesPlan
+
+
 class Bound:
     """Reads nothing. Its ceiling is 1 GB/s: 1000 bytes take 1 µs."""
 

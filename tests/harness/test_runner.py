@@ -247,6 +247,14 @@ def test_another_environment_begins_another_run(tmp_path: Path, monkeypatch: pyt
     assert {r["run_id"] for r in record.read(second.records)} == {second.run_id}
 
 
+def is_running(pid: str) -> bool:
+    """Whether a process is there and no zombie: nobody may reap the orphans of a container."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_a_killed_run_loses_nothing_and_is_continued(tmp_path: Path) -> None:
     study = make_study(tmp_path, "missing", "right", "stalls")
     records = tmp_path / "records.jsonl"
@@ -265,9 +273,14 @@ def test_a_killed_run_loses_nothing_and_is_continued(tmp_path: Path) -> None:
             assert process.poll() is None, "the run ended by itself"
             assert time.monotonic() < deadline, "the second case was never begun"
             time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
+    assert children
+    while any(is_running(pid) for pid in children):
+        assert time.monotonic() < deadline, "the worker outlived its parent"
+        time.sleep(0.05)
     whole = records.read_bytes()
     with records.open("ab") as file:
         file.write(b'{"kind":"measurement","schema":1,"run_id":"2026')  # as if killed while writing
@@ -330,3 +343,28 @@ def test_checking_measures_and_records_nothing(tmp_path: Path) -> None:
     ]
     assert outcomes[0].check is not None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_the_real_timer_and_bound_go_on_past_a_lost_device(tmp_path: Path) -> None:
+    catalog = {
+        "poisons": "tests.harness.fakes:Poisons",
+        "not-capturable": "tests.harness.fakes:NotCapturable",
+        "copies": "tests.harness.fakes:Copies",
+        "torch-sdpa": "impls.torch_attention:TorchSdpa",
+    }
+    problem = DecodeProblem(kv_lens=(4096, 100), heads_q=8, heads_kv=8, head_dim=128)
+    study = make_study(tmp_path, *catalog, cases=(Case(name="case", problem=problem, seed=0),))
+    run_study(study, setup=Setup(device="cuda", catalog=catalog))
+    rows = measurements(study)
+    assert rows["case", "poisons"]["status"] == "failed"
+    assert "CUDA" in rows["case", "poisons"]["reason"]
+    assert rows["case", "not-capturable"]["status"] == "failed"
+    assert rows["case", "not-capturable"]["reason"].startswith("CUDA graph capture: ")
+    assert rows["case", "copies"]["status"] == "wrong"
+    for key in (("case", "torch-sdpa"), ("case", "stream-read"), (None, "read-ceiling")):
+        assert rows[key]["status"] == "ok", rows[key]["reason"]
+    bound, sdpa = rows["case", "stream-read"]["timing"], rows["case", "torch-sdpa"]["timing"]
+    assert (bound["method"], bound["cache"], bound["kernels"]) == ("graph", "cold", 1)
+    assert len(bound["samples"]) == len(sdpa["samples"]) >= 20
+    assert bound["working_set_bytes"] == sdpa["working_set_bytes"] >= 3 * problem.kv_bytes
