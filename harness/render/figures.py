@@ -255,7 +255,7 @@ def draw_error(comparison: Comparison, ax: Axes, column: str) -> Axes:
         # At least a decade, so that differences of a few per cent do not look like more.
         ax.set_ylim(low / 3.5, high * 3.5)
         ax.set_ylabel("relative L2 error against float64")
-    _log_ticks(ax.yaxis, lambda v: f"{v:g}", pd.Series(ax.get_ylim()))
+    _log_ticks(ax.yaxis, _number_text, pd.Series(ax.get_ylim()))
     return ax
 
 
@@ -433,8 +433,10 @@ def _matrix_axes(ax: Axes, comparison: Comparison, cases: Sequence[str]) -> Axes
 
 
 def _log_ticks(axis: Any, text: Callable[[float], str], values: pd.Series[Any]) -> None:
-    """Ticks at 1, 2 and 5 of each decade on a short axis, at 1 alone on a long one, written out in units."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if _decades(values) < 3.5 else (1.0,)))
+    """Ticks at round numbers, the fewer of a decade the more decades there are, written out in units."""
+    decades = _decades(values)
+    subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if decades < 1 else (1.0, 2.0, 5.0) if decades < 3.5 else (1.0,)
+    axis.set_major_locator(LogLocator(subs=subs))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
 
@@ -450,6 +452,13 @@ def bytes_text(n_bytes: float) -> str:
         if n_bytes >= size:
             return f"{float(f'{n_bytes / size:.3g}'):g} {unit}"
     return f"{n_bytes:g} B"
+
+
+def _number_text(value: float) -> str:
+    if value >= 1e-3:
+        return f"{value:g}"
+    digits, exponent = f"{value:.0e}".split("e")
+    return f"{digits}e{int(exponent)}"
 
 
 def _us_text(us: float) -> str:

@@ -287,10 +287,11 @@ def _method(comparison: Comparison) -> list[str]:
             f"{throttled} samples were throttled. They are counted beside n, and left out of a median unless all"
             " of its samples were."
         )
-    paragraphs.append(
-        "Units: µs per call; GB/s with 1e9 bytes, of K, V, q and output (of K and V alone for the bound);"
-        " TFLOP/s of 4 · heads\\_q · keys · head\\_dim operations."
-    )
+    units = "Units: µs per call"
+    if not comparison.functional:
+        units += "; GB/s with 1e9 bytes, of K, V, q and output (of K and V alone for the bound)"
+        units += "; TFLOP/s of 4 · heads\\_q · keys · head\\_dim operations"
+    paragraphs.append(f"{units}.")
     return paragraphs
 
 
