@@ -1,0 +1,124 @@
+"""Asks Triton's compiler about our kernels without a GPU: ``python -m tests.impls.compile_triton QUESTION``.
+
+``resources`` compiles the tiles that the rule picks on an H200 to cubins for sm_90 and prints, for each, what
+ptxas allotted. ``variants`` prints how many specialisations 20 batches ask the JIT for. Both print JSON.
+
+A process of its own, because a process that interprets Triton kernels cannot compile them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from harness.inputs import make_inputs
+from impls import triton_splitkv
+from impls.problem import DecodeProblem
+from impls.triton_splitkv import TUNING, Tile, TritonPlan, block_d, choose_tile, combine_kernel, split_kernel
+
+SM_90 = GPUTarget("cuda", 90, 32)
+H200 = {"multiprocessor_count": 132, "max_shared_mem": 232448}
+POINTEES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+
+
+def compile_kernel(kernel: JITFunction, dtype: str, constants: dict[str, Any], **options: int) -> dict[str, int]:
+    """Registers, stack bytes and shared memory of a kernel, with the attributes that the JIT gives it on aligned
+    tensors: pointers and strides are multiples of 16; what is not specialised has none."""
+    signature, attributes = {}, {}
+    for i, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        if name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr"):
+            signature[name] = "*" + POINTEES[dtype]
+        elif name in ("items_ptr", "merges_ptr"):
+            signature[name] = "*i32"
+        elif name.endswith("_ptr"):
+            signature[name] = "*fp32"
+        else:
+            signature[name] = "fp32" if name == "scale_log2" else "i32"
+        if not parameter.do_not_specialize:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=SM_90, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        report = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", report)
+    assert found, f"cuobjdump: expected a resource line, got {report!r}"
+    registers, stack, local = map(int, found.groups())
+    return {"registers": registers, "stack": stack, "local": local, "shared": compiled.metadata.shared}
+
+
+def compile_split(head_dim: int, dtype: str, tile: Tile) -> dict[str, int]:
+    constants = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d(head_dim),
+        "BLOCK_H": tile.block_h,
+        "BLOCK_N": tile.block_n,
+        "OPERAND": getattr(tl, dtype),
+    }
+    return compile_kernel(split_kernel, dtype, constants, num_stages=tile.num_stages, num_warps=tile.num_warps)
+
+
+def resources() -> dict[str, dict[str, int]]:
+    """What ptxas allotted, by kernel."""
+    triton_splitkv._device_properties = lambda device: H200  # type: ignore[assignment]
+    shapes = [
+        *((dim, "bfloat16", group, keys) for dim in HEAD_DIMS for group in (4, 24, 64) for keys in (2**20, 64)),
+        *((dim, "float32", 4, 2**20) for dim in HEAD_DIMS),
+        (128, "float16", 4, 2**20),
+    ]
+    out = {}
+    for head_dim, dtype, group, keys in shapes:
+        problem = DecodeProblem(kv_lens=(keys,), heads_q=8 * group, heads_kv=8, head_dim=head_dim, dtype=dtype)
+        tile = choose_tile(problem, torch.device("cuda"), TUNING)
+        name = f"split d{head_dim} {dtype} {tile.block_h}x{tile.block_n}"
+        if name not in out:
+            out[name] = compile_split(head_dim, dtype, tile)
+    for head_dim in HEAD_DIMS:
+        constants = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": triton_splitkv.BLOCK_S}
+        out[f"combine d{head_dim}"] = compile_kernel(combine_kernel, "bfloat16", constants)
+    return out
+
+
+def variants() -> dict[str, int]:
+    """Distinct specialisations, by kernel, that the JIT would compile for 20 batches of one shape."""
+    keys: dict[str, set[str]] = {"split": set(), "combine": set()}
+    for name, kernel in (("split", split_kernel), ("combine", combine_kernel)):
+        bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(SM_90))
+
+        def record(*args: Any, grid: Any, warmup: bool, name: str = name, bind: Any = bind, **kwargs: Any) -> None:
+            _, specialization, options = bind(*args, **kwargs)
+            keys[name].add(f"{specialization} {options}")
+
+        kernel.run = record
+    for b in range(20):
+        lens = tuple((37 * b + 16 * i) % 211 for i in range(1 + b % 5))
+        problem = DecodeProblem(kv_lens=lens, heads_q=8, heads_kv=2, head_dim=64)
+        tuning = {**TUNING, "num_splits": 1 + len(lens)}
+        plan = TritonPlan(problem, torch.device("cpu"), tuning)
+        plan.run(make_inputs(problem, b, "cpu"), plan.new_output())
+    return {name: len(found) for name, found in keys.items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps({"resources": resources, "variants": variants}[sys.argv[1]]()))

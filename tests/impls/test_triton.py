@@ -1,0 +1,109 @@
+"""What is Triton's own: the compiler's view of our kernels without a GPU, tiles, q's strides, the interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.check import check_plan
+from harness.inputs import make_inputs
+from impls import triton_splitkv
+from impls.contract import Scalar
+from impls.reference import reference
+from impls.triton_splitkv import TritonSplitKV
+from tests.impls.cases import problem
+
+ROOT = Path(__file__).parents[2]
+
+
+def ask_compiler(question: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.impls.compile_triton", question],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_compiles_for_sm_90_without_spills() -> None:
+    """Every tile that the rule picks on an H200, for all head dims, small and large groups, long and short work."""
+    kernels = ask_compiler("resources")
+    assert {f"d{dim}" for dim in (64, 80, 96, 128, 192, 256)} == {name.split()[1] for name in kernels}
+    for name, used in kernels.items():
+        assert used["stack"] == used["local"] == 0, f"{name}: expected no spills, got {used}"
+        assert used["shared"] <= 232448, f"{name}: expected to fit an SM of an H200, got {used}"
+
+
+def test_new_lengths_and_batch_sizes_ask_for_one_specialisation() -> None:
+    assert ask_compiler("variants") == {"split": 1, "combine": 1}
+
+
+@pytest.mark.parametrize(
+    ("tuning", "message"),
+    [
+        ({"block_n": 48}, "block_n: expected a power of two >= 16, got 48"),
+        ({"block_n": 8}, "block_n: expected a power of two >= 16, got 8"),
+        ({"block_h": 24}, "block_h: expected a power of two >= 16, got 24"),
+        ({"num_warps": 3}, "num_warps: expected a power of two >= 1, got 3"),
+        ({"num_stages": 0}, "num_stages: expected an integer >= 1, got 0"),
+    ],
+)
+def test_bad_tiles_are_refused(device: torch.device, tuning: dict[str, Scalar], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TritonSplitKV().plan(problem(1), device, tuning)
+
+
+@pytest.mark.parametrize("block_h", [16, 32])
+@pytest.mark.parametrize("block_n", [16, 64])
+def test_any_tile_is_right(device: torch.device, block_h: int, block_n: int) -> None:
+    """Several head tiles on a KV head, whole and partial tiles of keys."""
+    inputs = make_inputs(problem(0, 64, 100, heads=(40, 1)), 17, device)
+    plan = TritonSplitKV().plan(inputs.problem, device, {"block_h": block_h, "block_n": block_n, "num_splits": 2})
+    result = check_plan(plan, inputs, reference(inputs))
+    assert result.ok, result.reason
+
+
+def test_strided_queries_are_right(device: torch.device) -> None:
+    """q cut out of a fused projection: rows and heads further apart than packed ones."""
+    inputs = make_inputs(problem(70, 9, heads=(8, 2)), 19, device)
+    fused = torch.full((2, 12, 96), torch.nan, dtype=inputs.q.dtype, device=device)
+    fused[:, 2:10, 16:80] = inputs.q
+    strided = replace(inputs, q=fused[:, 2:10, 16:80])
+    plan = TritonSplitKV().plan(inputs.problem, device, {"num_splits": 2})
+    result = check_plan(plan, strided, reference(inputs))
+    assert result.ok, result.reason
+
+
+def test_head_dims_over_256_are_refused_with_the_rule(device: torch.device) -> None:
+    assert TritonSplitKV().unsupported(problem(1, head_dim=257), device) == "head_dim: expected <= 256, got 257"
+
+
+def test_the_other_device_is_refused_with_the_reason() -> None:
+    other = torch.device("cuda" if triton_splitkv.INTERPRETED else "cpu")
+    reason = TritonSplitKV().unsupported(problem(1), other)
+    assert reason is not None
+    assert reason.startswith("device: expected")
+    assert reason.endswith(f"got {other.type}")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_results_are_rounded_to_nearest(device: torch.device, dtype: str) -> None:
+    """One key: the output is V itself, to the bit; cutting off would show in every second element of bfloat16."""
+    inputs = make_inputs(problem(1, 2, dtype=dtype), 23, device)
+    plan = TritonSplitKV().plan(inputs.problem, device, {"num_splits": 1})
+    out = plan.run(inputs, plan.new_output()).out
+    assert torch.equal(out[0], inputs.v[0].expand_as(out[0]))
+    result = check_plan(plan, inputs, reference(inputs))
+    assert result.ok, result.reason
