@@ -108,15 +108,15 @@ def _shapes(problem: DecodeProblem) -> tuple[tuple[int, int, int], tuple[int, in
 
 def _sequences(problem: DecodeProblem) -> list[slice]:
     """The rows of packed K and V that belong to each sequence."""
-    bounds = problem.cu_seqlens
-    return [slice(start, stop) for start, stop in pairwise(bounds)]
+    return [slice(start, stop) for start, stop in pairwise(problem.cu_seqlens)]
 
 
 def _normal(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
     """Zero-mean, unit-variance q, k and v: scores are about standard normal, no key stands out."""
     dtype = TORCH_DTYPES[problem.dtype]
     q_shape, kv_shape = _shapes(problem)
-    return tuple(_randn(shape, dtype, generator) for shape in (q_shape, kv_shape, kv_shape))  # type: ignore[return-value]
+    q = _randn(q_shape, dtype, generator)
+    return q, _randn(kv_shape, dtype, generator), _randn(kv_shape, dtype, generator)
 
 
 def needle_keys(keys: int) -> list[int]:

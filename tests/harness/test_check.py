@@ -401,3 +401,29 @@ def test_a_plan_may_allocate_its_output(case):
 
     result = check_plan(Allocates(), *case)
     assert result.ok, result.reason
+
+
+@pytest.mark.gpu
+def test_a_library_cannot_return_what_its_memory_held_before():
+    """The allocator would hand the last result's block out again; a row nobody wrote must show."""
+    inputs = make_inputs(P, 0, "cuda")
+    ref = reference(inputs)
+    right = ref.out.bfloat16()
+
+    class LeavesARow(Plan):
+        def new_output(self):
+            return None
+
+        def workspaces(self):
+            return ()
+
+        def run(self, inputs, out):
+            fresh = torch.empty_like(right)
+            fresh[:, :3] = right[:, :3]
+            return DecodeOutput(fresh, None)
+
+    for _ in range(3):
+        stale = right.clone()
+        del stale
+        result = check_plan(LeavesARow(), inputs, ref)
+        assert "head 3): expected finite values, got nan" in result.reason

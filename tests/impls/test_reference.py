@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -142,3 +143,17 @@ def test_swing_sees_what_cancels_later():
     ref = reference(inputs)
     assert torch.equal(ref.out, torch.zeros_like(ref.out))
     torch.testing.assert_close(ref.swing, torch.full_like(ref.swing, 0.5))
+
+
+@pytest.mark.gpu
+def test_every_device_has_the_same_answer():
+    p = problem(0, 5, 2000, head_dim=64)
+    cpu = make_inputs(p, 0, "cpu", family="needles")
+    gpu = DecodeInputs(
+        problem=p, q=cpu.q.cuda(), k=cpu.k.cuda(), v=cpu.v.cuda(), cu_seqlens_k=cpu.cu_seqlens_k.cuda()
+    )
+    expected, got = reference(cpu), reference(gpu)
+    for field in fields(expected):
+        torch.testing.assert_close(
+            getattr(got, field.name).cpu(), getattr(expected, field.name), rtol=1e-6, atol=1e-12, msg=field.name
+        )
