@@ -268,16 +268,16 @@ def block_d(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]) -> Tile:
-    """The caller's tile where there is one, else the rule.
+def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], *, short: bool) -> Tile:
+    """The caller's tile where there is one, else the rule; of the problem's lengths it sees only ``short``.
 
     ``block_h``: the group of query heads that shares a KV head, padded to the 16 rows of a tensor-core tile;
     over 64, several tiles. Float32 uses no tensor cores and holds its tiles in registers: always 16.
 
     ``block_n``: the most keys, up to 128 (float32: 64), whose K and V in all pipeline buffers fit 60 % of an
-    SM's shared memory; half as many where a CTA gets fewer than 1024 keys, so that several share an SM. In the
-    interpreter, the most keys whose products numpy leaves to one thread: 2^18 multiplications, over which
-    OpenBLAS wakes a pool that costs more than it brings.
+    SM's shared memory; half as many for short work, so that several CTAs share an SM. In the interpreter, the
+    most keys whose products numpy leaves to one thread: 2^18 multiplications, over which OpenBLAS wakes a pool
+    that costs more than it brings.
     """
     block_h = 16 if problem.dtype == "float32" else min(64, max(16, 1 << (problem.group - 1).bit_length()))
     if device.type == "cpu":
@@ -287,7 +287,7 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
         key_bytes = 2 * block_d(problem.head_dim) * problem.element_bytes
         fits = shared_memory(device) * 6 // 10 // (buffers * key_bytes)
         block_n = min(64 if problem.dtype == "float32" else 128, 1 << (fits.bit_length() - 1))
-        if problem.total_kv * problem.heads_kv < 1024 * sm_count(device):
+        if short:
             block_n = max(16, block_n // 2)
     return Tile(
         block_n=positive(choice, "block_n", block_n),
@@ -295,6 +295,11 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
         num_stages=positive(choice, "num_stages"),
         num_warps=positive(choice, "num_warps"),
     )
+
+
+def is_short(problem: DecodeProblem, device: torch.device) -> bool:
+    """Whether there are fewer than 1024 keys for each CTA of one wave."""
+    return problem.total_kv * problem.heads_kv < 1024 * sm_count(device)
 
 
 def sm_count(device: torch.device) -> int:
@@ -317,8 +322,9 @@ def _device_properties(device: torch.device) -> dict[str, int]:
 class TritonPlan(SplitKVPlan):
     """The plan of one problem; see :class:`impls.contract.DecodePlan`."""
 
-    def __init__(self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]) -> None:
-        self.tile = tile = choose_tile(problem, device, choice)
+    def __init__(
+        self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile
+    ) -> None:
         head_tiles = -(-problem.group // tile.block_h)
         tiles = problem.heads_kv * head_tiles
         super().__init__(
@@ -389,9 +395,10 @@ class TritonSplitKV:
     ) -> TritonPlan:
         """See :meth:`impls.contract.DecodeImpl.plan`; the tuning keys are those of :data:`TUNING`."""
         choice = check_tuning(tuning, TUNING)
-        plan = TritonPlan(problem, device, choice)
-        self._compile(problem, device, choice, plan.tile)
-        return plan
+        tiles = [choose_tile(problem, device, choice, short=short) for short in (False, True)]
+        for tile in tiles:  # both, so that other lengths find theirs compiled
+            self._compile(problem, device, choice, tile)
+        return TritonPlan(problem, device, choice, tiles[is_short(problem, device)])
 
     def _compile(
         self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile
@@ -404,7 +411,7 @@ class TritonSplitKV:
         if INTERPRETED or key in self._compiled:
             return
         tiny = replace(problem, kv_lens=(2,))
-        plan = TritonPlan(tiny, device, {**choice, **asdict(tile), "num_splits": 2})
+        plan = TritonPlan(tiny, device, {**choice, "num_splits": 2}, tile)
         dtype = TORCH_DTYPES[problem.dtype]
         q = torch.zeros((1, tiny.heads_q, tiny.head_dim), dtype=dtype, device=device)
         kv = torch.zeros((2, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)

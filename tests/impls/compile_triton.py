@@ -83,17 +83,16 @@ def resources() -> dict[str, dict[str, int]]:
     """What ptxas allotted, by kernel."""
     triton_splitkv._device_properties = lambda device: H200  # type: ignore[assignment]
     shapes = [
-        *((dim, "bfloat16", group, keys) for dim in HEAD_DIMS for group in (4, 24, 64) for keys in (2**20, 64)),
-        *((dim, "float32", 4, 2**20) for dim in HEAD_DIMS),
-        (128, "float16", 4, 2**20),
+        *((dim, "bfloat16", group) for dim in HEAD_DIMS for group in (4, 24, 64)),
+        *((dim, "float32", 4) for dim in HEAD_DIMS),
+        (128, "float16", 4),
     ]
     out = {}
-    for head_dim, dtype, group, keys in shapes:
-        problem = DecodeProblem(kv_lens=(keys,), heads_q=8 * group, heads_kv=8, head_dim=head_dim, dtype=dtype)
-        tile = choose_tile(problem, torch.device("cuda"), TUNING)
-        name = f"split d{head_dim} {dtype} {tile.block_h}x{tile.block_n}"
-        if name not in out:
-            out[name] = compile_split(head_dim, dtype, tile)
+    for head_dim, dtype, group in shapes:
+        problem = DecodeProblem(kv_lens=(), heads_q=8 * group, heads_kv=8, head_dim=head_dim, dtype=dtype)
+        for short in (False, True):
+            tile = choose_tile(problem, torch.device("cuda"), TUNING, short=short)
+            out[f"split d{head_dim} {dtype} {tile.block_h}x{tile.block_n}"] = compile_split(head_dim, dtype, tile)
     for head_dim in HEAD_DIMS:
         constants = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": triton_splitkv.BLOCK_S}
         out[f"combine d{head_dim}"] = compile_kernel(combine_kernel, "bfloat16", constants)
@@ -115,7 +114,8 @@ def variants() -> dict[str, int]:
         lens = tuple((37 * b + 16 * i) % 211 for i in range(1 + b % 5))
         problem = DecodeProblem(kv_lens=lens, heads_q=8, heads_kv=2, head_dim=64)
         tuning = {**TUNING, "num_splits": 1 + len(lens)}
-        plan = TritonPlan(problem, torch.device("cpu"), tuning)
+        tile = choose_tile(problem, torch.device("cpu"), tuning, short=True)
+        plan = TritonPlan(problem, torch.device("cpu"), tuning, tile)
         plan.run(make_inputs(problem, b, "cpu"), plan.new_output())
     return {name: len(found) for name, found in keys.items()}
 
