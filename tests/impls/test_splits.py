@@ -1,0 +1,171 @@
+"""Split counts and tables: every key once, bounded counts, longest first. Properties, over any lengths."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impls.problem import INT32_MAX
+from impls.splits import (
+    DIRECT,
+    MAX_SPLITS,
+    SplitTable,
+    check_offsets,
+    equal_counts,
+    make_table,
+    proportional_counts,
+)
+
+LENS = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 200_000)), max_size=40)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[list[int], list[int], SplitTable]:
+    """Lengths, any counts that are allowed for them, and their table."""
+    lens = draw(LENS)
+    counts = [draw(st.integers(1, max(1, min(n, 300)))) for n in lens]
+    return lens, counts, make_table(lens, np.array(counts, dtype=np.int32))
+
+
+@given(tables())
+def test_every_key_is_in_exactly_one_split(made: tuple[list[int], list[int], SplitTable]) -> None:
+    lens, counts, table = made
+    ends = np.cumsum([0, *lens])
+    for b, count in enumerate(counts):
+        rows = table.items[table.items[:, 0] == b]
+        rows = rows[np.argsort(rows[:, 1], kind="stable")]
+        assert len(rows) == count
+        assert rows[0, 1] == ends[b]
+        assert (rows[:-1, 1] + rows[:-1, 2] == rows[1:, 1]).all()
+        assert rows[-1, 1] + rows[-1, 2] == ends[b + 1]
+
+
+@given(tables())
+def test_splits_of_a_sequence_differ_by_one_key_at_most(made: tuple[list[int], list[int], SplitTable]) -> None:
+    lens, _, table = made
+    for b, n in enumerate(lens):
+        keys = table.items[table.items[:, 0] == b, 2]
+        assert keys.max() - keys.min() <= 1
+        assert keys.min() >= 1 or n == 0
+
+
+@given(tables())
+def test_the_longest_split_comes_first(made: tuple[list[int], list[int], SplitTable]) -> None:
+    table = made[2]
+    assert (np.diff(table.items[:, 2]) <= 0).all()
+
+
+@given(tables())
+def test_slots_are_consecutive_in_key_order_and_singles_have_none(
+    made: tuple[list[int], list[int], SplitTable],
+) -> None:
+    _, counts, table = made
+    used: list[int] = []
+    for b, first, splits, zero in table.merges.tolist():
+        rows = table.items[table.items[:, 0] == b]
+        slots = rows[np.argsort(rows[:, 1]), 3].tolist()
+        assert slots == list(range(first, first + splits))
+        assert (splits, zero) == (counts[b], 0)
+        used += slots
+    assert used == list(range(table.slots))
+    merged = set(table.merges[:, 0].tolist())
+    assert merged == {b for b, count in enumerate(counts) if count > 1}
+    single = [row for row in table.items.tolist() if row[0] not in merged]
+    assert all(row[3] == DIRECT for row in single)
+    assert table.splits_max == max(counts, default=0)
+
+
+@pytest.mark.parametrize(
+    ("lens", "num_splits", "edges"),
+    [
+        (1001, 8, [0, 125, 250, 375, 500, 625, 750, 875, 1001]),
+        (127, 4, [0, 31, 63, 95, 127]),
+        (5, 3, [0, 1, 3, 5]),
+    ],
+)
+def test_ranges_are_cut_in_proportion(lens: int, num_splits: int, edges: list[int]) -> None:
+    table = make_table([lens], equal_counts([lens], num_splits))
+    starts = sorted(table.items[:, 1].tolist())
+    assert [*starts, lens] == edges
+
+
+def test_a_row_is_sixteen_bytes() -> None:
+    table = make_table([5, 0], equal_counts([5, 0], 2))
+    assert table.items.strides == (16, 4)
+    assert table.merges.strides == (16, 4)
+    assert table.items.tolist() == [[0, 2, 3, 1], [0, 0, 2, 0], [1, 5, 0, DIRECT]]
+    assert table.merges.tolist() == [[0, 0, 2, 0]]
+
+
+def test_the_workspace_holds_only_the_partials_that_exist() -> None:
+    table = make_table([5, 9, 0], equal_counts([5, 9, 0], 3))
+    assert table.slots == 6
+    assert table.workspace_bytes(heads_q=8, head_dim=64) == 6 * 8 * (64 + 1) * 4
+    assert make_table([5, 9], equal_counts([5, 9], 1)).workspace_bytes(8, 64) == 0
+
+
+def test_the_table_of_none() -> None:
+    table = make_table([], equal_counts([], 4))
+    assert (table.items.shape, table.merges.shape) == ((0, 4), (0, 4))
+    assert (table.slots, table.splits_max) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ([1, 0], r"counts\[1\]: expected 1 <= splits <= 3, got 0"),
+        ([6, 1], r"counts\[0\]: expected 1 <= splits <= 5, got 6"),
+    ],
+)
+def test_counts_out_of_range_are_named(counts: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_table([5, 3], np.array(counts, dtype=np.int32))
+
+
+def test_equal_counts_stop_at_the_keys() -> None:
+    assert equal_counts([0, 1, 5, 100], 8).tolist() == [1, 1, 5, 8]
+
+
+@pytest.mark.parametrize("num_splits", [0, -1, 2.0, True, "auto"])
+def test_equal_counts_name_a_bad_request(num_splits: object) -> None:
+    with pytest.raises(ValueError, match="num_splits: expected an integer >= 1 or 'auto'"):
+        equal_counts([5], num_splits)  # type: ignore[arg-type]
+
+
+SHAPES = {"tiles_per_split": st.integers(1, 64), "slots": st.integers(1, 1000), "min_keys": st.integers(1, 256)}
+
+
+@given(LENS, st.fixed_dictionaries(SHAPES))
+def test_proportional_counts_are_bounded_and_monotone(lens: list[int], shape: dict[str, int]) -> None:
+    counts = proportional_counts(lens, **shape)
+    assert ((counts >= 1) & (counts <= MAX_SPLITS)).all()
+    assert (np.diff(counts[np.argsort(lens, kind="stable")]) >= 0).all()
+    # Always a legal table: no split is empty but that of an empty sequence.
+    table = make_table(lens, counts)
+    assert len(table.items) == counts.sum()
+
+
+@given(LENS, st.fixed_dictionaries(SHAPES))
+def test_proportional_counts_fill_about_one_wave(lens: list[int], shape: dict[str, int]) -> None:
+    """Rounding adds at most half a split to each sequence that is split, and every sequence has one."""
+    counts = proportional_counts(lens, **shape)
+    work = int(counts.sum()) * shape["tiles_per_split"]
+    assert work <= shape["slots"] + 1.5 * len(lens) * shape["tiles_per_split"]
+
+
+def test_proportional_counts_on_the_known_shapes() -> None:
+    h200 = {"tiles_per_split": 8, "slots": 132, "min_keys": 64}
+    assert proportional_counts([8192], **h200).tolist() == [16]
+    assert proportional_counts([131072], **h200).tolist() == [16]
+    assert proportional_counts([8192] * 16, **h200).tolist() == [1] * 16
+    skewed = proportional_counts([131072] + [1024] * 31, **h200)
+    assert skewed.tolist() == [13] + [1] * 31
+
+
+@pytest.mark.parametrize(("elements", "refused"), [(INT32_MAX, False), (INT32_MAX + 1, True)])
+def test_offsets_are_refused_with_the_number(elements: int, refused: bool) -> None:
+    reason = check_offsets(elements, "k")
+    assert (reason is not None) == refused
+    assert reason is None or reason == f"k: expected element offsets <= {INT32_MAX} (int32), got {elements}"
