@@ -8,8 +8,8 @@ and its natural-log LSE, and the combine kernel merges a sequence's partials, al
 weights ``exp(lse_s - lse)``. Without merges there is no second launch.
 
 Tiling. Decode is bound by reading K and V, so the tile is chosen for bytes in flight, not for the tensor
-cores: the buffers of K and V fill over half of an SM's shared memory, one CTA an SM; short splits get half
-of that, so that several CTAs hide each other's start and end (:func:`choose_tile`).
+cores: from head dim 128 up, the buffers of K and V fill over half of an SM's shared memory, one CTA an SM;
+short work gets half of that, so that several CTAs hide each other's start and end (:func:`choose_tile`).
 
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that about one CTA
 runs on each SM (:func:`impls.splits.proportional_counts`); an integer gives every sequence that many.
