@@ -11,6 +11,10 @@ ring buffer    ``[stages, rows, cols]``   ``[stages, rows, cols]``        ``[row
 ``skip``       nothing                    empty groups                    nothing
 ``wait``       mbarrier parity            ``cp.async.wait_group``         nothing
 ``release``    barrier among threads      barrier among threads           nothing
+``trigger``    lets the combine kernel    nothing                         nothing
+               be scheduled (PDL)
+``depend``     waits for the split        nothing                         nothing
+               kernel's results (PDL)
 =============  =========================  ==============================  =====================
 
 ``T.tma_copy`` and mbarriers exist for CUDA only, ``T.Parallel`` and fragments mean nothing to the C target,
@@ -27,6 +31,16 @@ def _hopper_load(K, V, K_ring, V_ring, full, stage, row, head, rows, cols):
     T.tma_copy(K[row : row + rows, head, 0:cols], K_ring[stage, 0:rows, 0:cols], barrier=full[stage])
     T.tma_copy(V[row : row + rows, head, 0:cols], V_ring[stage, 0:rows, 0:cols], barrier=full[stage])
     T.mbarrier_arrive(full[stage])
+
+
+@T.macro
+def _hopper_trigger():
+    T.pdl_trigger()
+
+
+@T.macro
+def _hopper_depend():
+    T.pdl_sync()
 
 
 @T.macro
@@ -135,6 +149,8 @@ class Machine:
     skip: Any
     wait: Any
     release: Any
+    trigger: Any
+    depend: Any
     zero: Any
     max_into: Any
     sum: Any
@@ -183,6 +199,8 @@ class Ampere(Machine):
     skip = _ampere_skip
     wait = _ampere_wait
     release = _cuda_release
+    trigger = _nothing
+    depend = _nothing
     zero = _cuda_zero
     max_into = _cuda_max_into
     sum = _cuda_sum
@@ -222,6 +240,8 @@ class Hopper(Ampere):
     load = _hopper_load
     skip = _nothing
     wait = _hopper_wait
+    trigger = _hopper_trigger
+    depend = _hopper_depend
 
     def packed(self, shape: list[Any], strides: list[Any], dtype: str) -> Any:
         """Any row and head stride: they go into the tensor map."""
@@ -246,6 +266,8 @@ class Cpu(Machine):
     skip = _nothing
     wait = _no_wait
     release = _nothing
+    trigger = _nothing
+    depend = _nothing
     zero = _cpu_zero
     max_into = _cpu_max_into
     sum = _cpu_sum

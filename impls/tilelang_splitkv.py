@@ -152,6 +152,8 @@ def split_kernel(
             heads = T.min(group - bx % head_tiles * block_h, block_h)
             tiles = T.ceildiv(keys, block_n)
 
+            # The combine kernel may be put in place now: it waits by itself for this kernel's results.
+            machine.trigger()
             # K and V are on their way before anything else is read.
             for t in T.serial(num_stages):
                 if t < tiles:
@@ -272,6 +274,7 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
             first = Merges[by, 1]
             count = Merges[by, 2]
 
+            machine.depend()
             lse_max = -T.infinity(accum)
             logsum = 0.0
             for d in machine.parallel(dim):

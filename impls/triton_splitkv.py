@@ -107,6 +107,7 @@ def split_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OPERAND: tl.constexpr,  # dtype of both products' operands
+    PDL: tl.constexpr,  # programmatic dependent launch of the combine kernel
 ):
     """Attention of one head tile over one split."""
     pid = tl.program_id(0)
@@ -115,6 +116,8 @@ def split_kernel(
     first_row = tl.load(item_ptr + 1).to(tl.int64)
     keys = tl.load(item_ptr + 2)
     slot = tl.load(item_ptr + 3)
+    if PDL:  # the combine kernel may be put in place now: it waits by itself for this kernel's results
+        tl.extra.cuda.gdc_launch_dependents()
 
     # Head tiles of one KV head are neighbours, so that all but the first read K and V from L2.
     head_kv = (pid % tiles // head_tiles).to(tl.int64)
@@ -180,6 +183,7 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merge of one sequence's splits for one query head."""
     pid = tl.program_id(0)
@@ -188,6 +192,9 @@ def combine_kernel(
     sequence = tl.load(merge_ptr)
     first_slot = tl.load(merge_ptr + 1)
     splits = tl.load(merge_ptr + 2)
+
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
     offs_s = tl.arange(0, BLOCK_S)
     offs_d = tl.arange(0, BLOCK_D)
@@ -230,7 +237,10 @@ def combine(partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: 
         out_lse: ``[B, Hq]`` float32, contiguous; likewise.
     """
     heads_q, head_dim = out.shape[1:]
-    meta = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": BLOCK_S}
+    pdl = has_pdl(out.device)
+    meta = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": BLOCK_S, "PDL": pdl}
+    if pdl:
+        meta["launch_pdl"] = True
     with _as_quiet_as_a_gpu():
         combine_kernel[(merges.shape[0] * heads_q,)](partial, lse, merges, out, out_lse, heads_q, **meta)
 
@@ -298,13 +308,23 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
 
 
 def is_short(problem: DecodeProblem, device: torch.device) -> bool:
-    """Whether there are fewer than 1024 keys for each CTA of one wave."""
-    return problem.total_kv * problem.heads_kv < 1024 * sm_count(device)
+    """Whether CTAs are so short that their starts and ends must be hidden behind each other.
+
+    Fewer than 256 keys each; or up to 2048, where the sequences alone make two waves or more.
+    """
+    ctas = problem.batch * problem.heads_kv
+    keys = problem.total_kv * problem.heads_kv / max(ctas, sm_count(device))
+    return keys < 256 or (keys <= 2048 and ctas >= 2 * sm_count(device))
 
 
 def sm_count(device: torch.device) -> int:
     """SMs of a GPU; on a CPU, what stands in for them."""
     return _device_properties(device)["multiprocessor_count"] if device.type == "cuda" else CPU_CTAS
+
+
+def has_pdl(device: torch.device) -> bool:
+    """Whether the combine kernel can be launched while the split kernel runs: from sm_90 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def shared_memory(device: torch.device) -> int:
@@ -339,6 +359,7 @@ class TritonPlan(SplitKVPlan):
             "BLOCK_H": tile.block_h,
             "BLOCK_N": tile.block_n,
             "OPERAND": getattr(tl, compute_dtype),
+            "PDL": has_pdl(device),
             "num_stages": tile.num_stages,
             "num_warps": tile.num_warps,
         }

@@ -75,6 +75,7 @@ def compile_split(head_dim: int, dtype: str, tile: Tile) -> dict[str, int]:
         "BLOCK_H": tile.block_h,
         "BLOCK_N": tile.block_n,
         "OPERAND": getattr(tl, dtype),
+        "PDL": True,
     }
     return compile_kernel(split_kernel, dtype, constants, num_stages=tile.num_stages, num_warps=tile.num_warps)
 
@@ -95,6 +96,7 @@ def resources() -> dict[str, dict[str, int]]:
             out[f"split d{head_dim} {dtype} {tile.block_h}x{tile.block_n}"] = compile_split(head_dim, dtype, tile)
     for head_dim in HEAD_DIMS:
         constants = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": triton_splitkv.BLOCK_S}
+        constants["PDL"] = True
         out[f"combine d{head_dim}"] = compile_kernel(combine_kernel, "bfloat16", constants)
     return out
 
