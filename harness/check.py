@@ -19,6 +19,9 @@ With ``u`` the unit roundoff of the problem's dtype and ``u32 = 2^-24``, an hone
 - **bias** ``c_d``: tensor cores (float16, bfloat16) add 16 products at a time and truncate, so ``n / 16``
   steps of one sign with one split, each ``u32`` of ``swing_d``; keys with equal scores err alike.
 
+Where all weights are 1 and V holds integers, sums are exact in float32: there the two terms that grow with
+``n`` are 0, and only the weights of the splits, ``|lse| + |top| + 1`` roundings, are left of them.
+
 All sizes are measured on the data, in the reference's own pass (:class:`impls.reference.Reference`). With
 ``sigma_d^2 = p_rms_d^2 + s_rms_d^2 + w_d^2`` the budget is
 
@@ -128,11 +131,12 @@ def budget(ref: Reference, problem: DecodeProblem) -> Budget:
     # Empty rows have lse = top = -inf and swing 0; their budget is 0, since 0 is exact.
     offsets = torch.where(keys > 0, ref.lse.abs() + ref.top.abs(), 0.0)  # [B, Hq]
 
-    half_spacing = _half_spacing(ref.out, dtype)
-    walk = FP32_UNIT * (ROUNDING_RMS * keys.sqrt() + offsets + 1)[..., None] * ref.swing
+    half_spacing = torch.where(keys[..., None] > 0, _half_spacing(ref.out, dtype), 0.0)
+    steps = torch.where(ref.exact, 0.0, ROUNDING_RMS * keys.sqrt()[..., None]) + (offsets + 1)[..., None]
+    walk = FP32_UNIT * steps * ref.swing
     sigma = (ref.p_rms.square() + ref.s_rms.square() + walk.square()).sqrt()
     alike = ref.tied * keys if dtype == torch.float32 else keys / MMA_KEYS  # steps that all err one way
-    bias = ref.bias + FP32_UNIT * alike[..., None] * ref.swing
+    bias = ref.bias + torch.where(ref.exact, 0.0, FP32_UNIT * alike[..., None] * ref.swing)
     return Budget(
         row=half_spacing.norm(dim=-1) + bias.norm(dim=-1) + ROW_SIGMAS * sigma.norm(dim=-1),
         element=half_spacing + bias + ELEMENT_SIGMAS * sigma,
@@ -142,10 +146,10 @@ def budget(ref: Reference, problem: DecodeProblem) -> Budget:
 
 
 def _half_spacing(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest error of rounding ``value`` (float64) to ``dtype``; 0 for 0, which is exact."""
+    """The largest error of rounding a value near ``value`` (float64) to ``dtype``."""
     exponent = torch.frexp(value).exponent - 1
     spacing = torch.ldexp(torch.full_like(value, unit_roundoff(dtype)), exponent)
-    return torch.where(value == 0, 0.0, spacing.clamp(min=half_subnormal(dtype)))
+    return torch.where(value == 0, 0.0, spacing).clamp(min=half_subnormal(dtype))
 
 
 def compare(output: DecodeOutput, ref: Reference, problem: DecodeProblem) -> CheckResult:

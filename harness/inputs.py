@@ -7,7 +7,8 @@ problem needs little more memory than its tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
@@ -21,6 +22,9 @@ PIECE = 1 << 24
 """Elements that are drawn in float32 at once (64 MiB)."""
 
 _T = TypeVar("_T")
+
+EXACT_SIZE = 16
+"""Standard deviation of V in the exact family: sums stay exact in float32 up to a million keys."""
 
 NEEDLE_SPLITS = (*range(1, 17), 32, 64, 128)
 """Split counts whose edges :func:`needle_keys` marks."""
@@ -36,7 +40,13 @@ Family: TypeAlias = Callable[[DecodeProblem, torch.Generator], Tensors]
 
 
 def make_inputs(
-    problem: DecodeProblem, seed: int, device: torch.device | str, *, family: str = "normal", layout: str = "packed"
+    problem: DecodeProblem,
+    seed: int,
+    device: torch.device | str,
+    *,
+    family: str = "normal",
+    layout: str = "packed",
+    split_counts: Sequence[Sequence[int]] = (),
 ) -> DecodeInputs:
     """Inputs of a problem; the same arguments give the same values on the same kind of device.
 
@@ -46,6 +56,7 @@ def make_inputs(
         device: where the tensors are made.
         family: a key of :data:`FAMILIES`.
         layout: a key of :data:`LAYOUTS`.
+        split_counts: how plans cut the sequences, ``[B]`` counts each: the needles family marks their edges too.
 
     Raises:
         KeyError: for an unknown family or layout; the message lists the known ones.
@@ -53,6 +64,8 @@ def make_inputs(
     draw = _known("family", FAMILIES, family)
     arrange = _known("layout", LAYOUTS, layout)
     generator = torch.Generator(device=device).manual_seed(seed)
+    if split_counts and draw is _needles:
+        draw = partial(_needles, split_counts=split_counts)
     q, k, v = draw(problem, generator)
     k, v = arrange(k, v)
     return DecodeInputs(problem=problem, q=q, k=k, v=v, cu_seqlens_k=_cu_seqlens(problem, device))
@@ -119,17 +132,19 @@ def _normal(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
     return q, _randn(kv_shape, dtype, generator), _randn(kv_shape, dtype, generator)
 
 
-def needle_keys(keys: int) -> list[int]:
+def needle_keys(keys: int, counts: Iterable[int] = ()) -> list[int]:
     """The keys of a sequence that carry its weight in the needles family.
 
     The first and the last, and both sides of every edge ``keys * s // S`` for the split counts of
-    :data:`NEEDLE_SPLITS`.
+    :data:`NEEDLE_SPLITS` and those of ``counts``.
     """
-    edges = {keys * s // count for count in NEEDLE_SPLITS for s in range(count + 1)}
+    edges = {keys * s // count for count in {*NEEDLE_SPLITS, *counts} for s in range(count + 1)}
     return sorted({k for edge in edges for k in (edge - 1, edge) if 0 <= k < keys})
 
 
-def _needles(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
+def _needles(
+    problem: DecodeProblem, generator: torch.Generator, split_counts: Sequence[Sequence[int]] = ()
+) -> Tensors:
     """Nearly all weight on the keys at split edges, so that losing or doubling any one of them shows.
 
     Query heads that share a KV head point roughly the same way, and a needle's key points there too.
@@ -140,7 +155,7 @@ def _needles(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
     # Other keys' scores keep a deviation of about 1 whatever the scale.
     k *= min(1.0, 1 / (problem.softmax_scale * math.sqrt(problem.head_dim)))
     for b, rows in enumerate(_sequences(problem)):
-        needles = needle_keys(problem.kv_lens[b])
+        needles = needle_keys(problem.kv_lens[b], {counts[b] for counts in split_counts})
         if needles:
             # e^4 times the weight of all others together
             score = 4 + math.log(problem.kv_lens[b] / len(needles))
@@ -160,13 +175,29 @@ def _tagged(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
 
 
 def _exact(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
-    """q = 0 and integer V: every weight is 1, sums are exact in float32, and so are means of 2^n keys.
+    """q = 0 and integer V that nearly cancels: every weight is 1 and every sum is exact in float32.
 
-    At power-of-two lengths and split counts the only error left is the rounding of the output, so partials
-    of low precision show.
+    Values come in pairs of opposite sign at random places, so that a sequence's sum is a small integer, while
+    the sum over any part of it is not. What is left of an honest kernel's error is the rounding of the output
+    and of the splits' weights, both tiny beside a single value: partials of low precision show, and so does
+    any one key that is lost, doubled or taken from elsewhere, at any length.
     """
     q, k, v = _normal(problem, generator)
-    return q.zero_(), k, v.mul_(4).round_()
+    device = generator.device
+    v.mul_(EXACT_SIZE).round_().clamp_(-127, 127)
+    for rows in _sequences(problem):
+        keys = rows.stop - rows.start
+        if not keys:
+            continue
+        at = rows.start + torch.randperm(keys, generator=generator, device=device)
+        half = keys // 2
+        v[at[half : 2 * half]] = -v[at[:half]]
+        # The last in the order: alone where the number is odd, else one of a pair.
+        size = torch.randint(1, 5, v.shape[1:], generator=generator, device=device)
+        sign = 2 * torch.randint(0, 2, v.shape[1:], generator=generator, device=device) - 1
+        rest = (size * sign).to(v.dtype)
+        v[at[-1]] = rest if keys % 2 else v[at[-1]] + rest
+    return q.zero_(), k, v
 
 
 def _extreme(problem: DecodeProblem, generator: torch.Generator) -> Tensors:

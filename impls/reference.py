@@ -1,8 +1,8 @@
 """The float64 oracle, and the error that rounding makes unavoidable at each of its elements.
 
 The oracle works from the rounded inputs, sequence by sequence, on whatever device they are on. It never
-looks at the output of an implementation. K and V are read in chunks of keys, so memory stays bounded: a
-few float64 copies of one chunk and the scores of one sequence.
+looks at the output of an implementation. K and V are read in pieces, so memory stays bounded: a few
+float64 copies of one piece and the scores of one sequence.
 
 The same pass measures how far an honest kernel may stray, because only here are all scores and weights in
 hand. An honest split-KV kernel computes scores in float32, rounds the weights ``P = exp(s - max)`` to the
@@ -20,7 +20,13 @@ from torch import Tensor
 from impls.contract import TORCH_DTYPES, DecodeInputs
 
 CHUNK = 1024
-"""Keys that are held in float64 at once; also the step at which partial sums are observed (``swing``)."""
+"""Keys after which partial sums are observed (``swing``)."""
+
+PIECE = 1 << 24
+"""Elements of K or V that are held in float64 at once (128 MiB)."""
+
+EXACT_SUM = 2**24
+"""Integers up to this are exact in float32, and so are sums that stay below it, in any order."""
 
 FP32_UNIT = 2.0**-24
 """Unit roundoff of float32: the largest relative error of one rounding to nearest."""
@@ -58,6 +64,8 @@ class Reference:
             Adding equal terms to a sum rounds the same way at every step, instead of at random.
         swing: ``[B, Hq, D]``: the largest value that a running sum ``sum_{j <= t} p_j v_jd`` takes, or
             would typically take in random order; accumulation errors are relative to it.
+        exact: ``[B, Hq, D]`` bool: all scores are equal, so that every weight is 1, and V holds integers
+            whose sums are exact in float32: accumulating them makes no error at all, in any order.
     """
 
     out: Tensor
@@ -69,6 +77,7 @@ class Reference:
     s_lse: Tensor
     tied: Tensor
     swing: Tensor
+    exact: Tensor
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -111,6 +120,7 @@ def reference(inputs: DecodeInputs) -> Reference:
         s_lse=zeros(*shape[:2]),
         tied=zeros(*shape[:2]),
         swing=zeros(*shape),
+        exact=zeros(*shape).bool(),
     )
     bounds = problem.cu_seqlens
     for b, keys in enumerate(problem.kv_lens):
@@ -136,19 +146,28 @@ def _fill_sequence(result: Reference, b: int, inputs: DecodeInputs, rows: slice)
     if dtype != torch.float32:
         shared += torch.where(tied, torch.minimum(unit_roundoff(dtype) * p, 1 - p), 0.0)
     any_tied = bool(tied.any())
+    uniform = p.amin(-1) == 1  # [Hkv, G]: every weight is exactly 1
+    any_uniform = bool(uniform.any())
 
     linear = torch.cat([p, s_error.square(), p_lost], dim=1)  # [Hkv, 3G, n], to meet V
     square = torch.cat([p.square(), s_error.square(), p_error.square()], dim=1)  # to meet V squared
     sums, squares = q.new_zeros(2, problem.heads_kv, 3 * problem.group, problem.head_dim)
     swing, bias = torch.zeros_like(q), torch.zeros_like(q)
-    for at, v in enumerate(torch.split(inputs.v[rows], CHUNK)):
-        chunk = slice(at * CHUNK, at * CHUNK + len(v))
-        vd = v.double().transpose(0, 1)  # [Hkv, chunk, D]
-        sums += linear[..., chunk] @ vd
-        squares += square[..., chunk] @ vd.square()
-        swing = torch.maximum(swing, sums[:, : problem.group].abs())
+    mass = q.new_zeros(problem.heads_kv, problem.head_dim)  # sum of |v|, infinite where v is no integer
+    chunk = min(CHUNK, len(s[0, 0]))
+    step = _keys_per_piece(inputs.v, chunk)
+    for start in range(0, len(s[0, 0]), step):
+        piece = slice(start, start + step)
+        vd = _in_chunks(inputs.v[rows][piece].double().permute(1, 2, 0), chunk).mT  # [Hkv, chunks, chunk, D]
+        parts = _in_chunks(linear[..., piece], chunk) @ vd  # [Hkv, chunks, 3G, D]
+        running = sums[:, None, : problem.group] + parts[:, :, : problem.group].cumsum(1)
+        swing = torch.maximum(swing, running.abs().amax(1))
+        sums += parts.sum(1)
+        squares += (_in_chunks(square[..., piece], chunk) @ vd.square()).sum(1)
         if any_tied:
-            bias += shared[..., chunk] @ vd.abs()
+            bias += (_in_chunks(shared[..., piece], chunk) @ vd.abs()).sum(1)
+        if any_uniform:
+            mass += torch.where(vd == vd.round(), vd.abs(), torch.inf).sum((1, 2))
 
     out, s_cross, lost = (part / total for part in sums.chunk(3, dim=1))
     walk, s_square, p_square = (part / total.square() for part in squares.chunk(3, dim=1))
@@ -165,13 +184,25 @@ def _fill_sequence(result: Reference, b: int, inputs: DecodeInputs, rows: slice)
     result.s_lse[b] = (s_weight.sqrt() + shared_lse).flatten()
     result.tied[b] = tied.double().mean(-1).flatten()
     result.swing[b] = torch.maximum(swing / total, walk.sqrt()).flatten(0, 1)
+    result.exact[b] = (uniform[..., None] & (mass < EXACT_SUM)[:, None]).flatten(0, 1)
+
+
+def _keys_per_piece(kv: Tensor, chunk: int) -> int:
+    """Keys of a piece of K or V ``[n, Hkv, D]``: whole chunks, at least one."""
+    return max(1, PIECE // (chunk * kv.shape[1] * kv.shape[2])) * chunk
+
+
+def _in_chunks(values: Tensor, chunk: int) -> Tensor:
+    """``[Hkv, rows, m]`` as ``[Hkv, chunks, rows, chunk]``, the last chunk filled up with zeros."""
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % chunk))
+    return padded.unflatten(-1, (-1, chunk)).transpose(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Scores, and the sums of absolute products behind them, both ``[Hkv, G, n]`` and scaled."""
     scores, magnitudes = [], []
-    for part in torch.split(k, CHUNK):
-        kd = part.double().permute(1, 2, 0)  # [Hkv, D, chunk]
+    for part in torch.split(k, _keys_per_piece(k, CHUNK)):
+        kd = part.double().permute(1, 2, 0)  # [Hkv, D, m]
         scores.append(q @ kd)
         magnitudes.append(q.abs() @ kd.abs())
     return torch.cat(scores, dim=-1) * scale, torch.cat(magnitudes, dim=-1) * scale
@@ -194,7 +225,7 @@ def _weight_rounding(p: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _tied(s: Tensor, p: Tensor) -> Tensor:
     """Which keys share their score with another one, other than the largest score; bool ``[Hkv, G, n]``.
 
-    Equal rows of K give scores that differ in the last bits of float64, by where they fell in a chunk.
+    Equal rows of K give scores that differ in the last bits of float64, by where they fell in a piece.
     """
     ordered, order = s.sort(dim=-1)
     same = ordered.diff(dim=-1) <= 1e-12 * (1 + ordered[..., 1:].abs())
