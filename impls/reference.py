@@ -195,7 +195,7 @@ def _keys_per_piece(kv: Tensor, chunk: int) -> int:
 def _in_chunks(values: Tensor, chunk: int) -> Tensor:
     """``[Hkv, rows, m]`` as ``[Hkv, chunks, rows, chunk]``, the last chunk filled up with zeros."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % chunk))
-    return padded.unflatten(-1, (-1, chunk)).transpose(1, 2)
+    return padded.reshape(*padded.shape[:2], -1, chunk).transpose(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
