@@ -11,7 +11,8 @@ With ``u`` the unit roundoff of the problem's dtype and ``u32 = 2^-24``, an hone
   power of two below ``|o_d|``;
 - **rounding of P** before the second matrix product (float16, bfloat16): each weight by about ``0.42 u`` of
   itself, independently: standard deviation ``p_rms_d = 0.42 u sqrt(sum_j p_j^2 v_jd^2)``. The largest
-  weight is 1 and exact;
+  weight is 1 and exact. A kernel that rounds *normalised* weights instead has an error that is known, and of
+  the same size on random data; where weights are equal it may be larger, and then the difference is added;
 - **scores in float32**: standard deviation ``s_rms_d``, from the error of each score;
 - **accumulation in float32** over ``n`` keys: a random walk ``w_d = u32 (0.42 sqrt(n) + |lse| + |top| + 1)``
   times the largest running sum (``swing_d``): one rounding a key, and partials are weighted by
@@ -136,7 +137,8 @@ def budget(ref: Reference, problem: DecodeProblem) -> Budget:
     walk = FP32_UNIT * steps * ref.swing
     sigma = (ref.p_rms.square() + ref.s_rms.square() + walk.square()).sqrt()
     alike = ref.tied * keys if dtype == torch.float32 else keys / MMA_KEYS  # steps that all err one way
-    bias = ref.bias + torch.where(ref.exact, 0.0, FP32_UNIT * alike[..., None] * ref.swing)
+    bias = ref.bias + (ref.normalised - ROW_SIGMAS * ref.p_rms).clamp(min=0)
+    bias = bias + torch.where(ref.exact, 0.0, FP32_UNIT * alike[..., None] * ref.swing)
     return Budget(
         row=half_spacing.norm(dim=-1) + bias.norm(dim=-1) + ROW_SIGMAS * sigma.norm(dim=-1),
         element=half_spacing + bias + ELEMENT_SIGMAS * sigma,

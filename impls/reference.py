@@ -56,6 +56,8 @@ class Reference:
         bias: ``[B, Hq, D]``: the most that errors shared by many keys can do to ``out``: equal scores have
             equal errors and their weights are rounded alike, and float16 weights under ``2^-25`` of the
             largest all vanish.
+        normalised: ``[B, Hq, D]``: the error of ``out`` where a kernel rounds *normalised* weights
+            ``p_j / sum(p)`` instead of ``p_j``: known exactly, as the weights are. Zero for float32.
         s_rms: ``[B, Hq, D]``: standard deviation of ``out`` when each score has its float32 error
             ``e_j``, ``sqrt(sum_j p_j^2 e_j^2 (v_jd - out_d)^2)``. See :func:`reference` for ``e_j``.
         s_lse: ``[B, Hq]``: standard deviation of ``lse`` from the same errors, ``sqrt(sum_j p_j^2 e_j^2)``,
@@ -73,6 +75,7 @@ class Reference:
     top: Tensor
     p_rms: Tensor
     bias: Tensor
+    normalised: Tensor
     s_rms: Tensor
     s_lse: Tensor
     tied: Tensor
@@ -116,6 +119,7 @@ def reference(inputs: DecodeInputs) -> Reference:
         top=zeros(*shape[:2]) - torch.inf,
         p_rms=zeros(*shape),
         bias=zeros(*shape),
+        normalised=zeros(*shape),
         s_rms=zeros(*shape),
         s_lse=zeros(*shape[:2]),
         tied=zeros(*shape[:2]),
@@ -140,6 +144,7 @@ def _fill_sequence(result: Reference, b: int, inputs: DecodeInputs, rows: slice)
     total = p.sum(-1, keepdim=True)
     s_error = FP32_UNIT * (magnitude + s.abs() + (top - s) + 4) * p  # p_j e_j
     p_error, p_lost = _weight_rounding(p, dtype)
+    p_normalised = _rounding(p / total, dtype) * total
     tied = _tied(s, p)
     shared = torch.where(tied, s_error, 0.0)  # errors that equal scores have in common
     shared_lse = shared.sum(-1, keepdim=True) / total
@@ -149,9 +154,10 @@ def _fill_sequence(result: Reference, b: int, inputs: DecodeInputs, rows: slice)
     uniform = p.amin(-1) == 1  # [Hkv, G]: every weight is exactly 1
     any_uniform = bool(uniform.any())
 
-    linear = torch.cat([p, s_error.square(), p_lost], dim=1)  # [Hkv, 3G, n], to meet V
+    linear = torch.cat([p, s_error.square(), p_lost, p_normalised], dim=1)  # [Hkv, 4G, n], to meet V
     square = torch.cat([p.square(), s_error.square(), p_error.square()], dim=1)  # to meet V squared
-    sums, squares = q.new_zeros(2, problem.heads_kv, 3 * problem.group, problem.head_dim)
+    sums = q.new_zeros(problem.heads_kv, 4 * problem.group, problem.head_dim)
+    squares = q.new_zeros(problem.heads_kv, 3 * problem.group, problem.head_dim)
     swing, bias = torch.zeros_like(q), torch.zeros_like(q)
     mass = q.new_zeros(problem.heads_kv, problem.head_dim)  # sum of |v|, infinite where v is no integer
     chunk = min(CHUNK, len(s[0, 0]))
@@ -159,7 +165,7 @@ def _fill_sequence(result: Reference, b: int, inputs: DecodeInputs, rows: slice)
     for start in range(0, len(s[0, 0]), step):
         piece = slice(start, start + step)
         vd = _in_chunks(inputs.v[rows][piece].double().permute(1, 2, 0), chunk).mT  # [Hkv, chunks, chunk, D]
-        parts = _in_chunks(linear[..., piece], chunk) @ vd  # [Hkv, chunks, 3G, D]
+        parts = _in_chunks(linear[..., piece], chunk) @ vd  # [Hkv, chunks, 4G, D]
         running = sums[:, None, : problem.group] + parts[:, :, : problem.group].cumsum(1)
         swing = torch.maximum(swing, running.abs().amax(1))
         sums += parts.sum(1)
@@ -169,7 +175,7 @@ def _fill_sequence(result: Reference, b: int, inputs: DecodeInputs, rows: slice)
         if any_uniform:
             mass += torch.where(vd == vd.round(), vd.abs(), torch.inf).sum((1, 2))
 
-    out, s_cross, lost = (part / total for part in sums.chunk(3, dim=1))
+    out, s_cross, lost, normalised = (part / total for part in sums.chunk(4, dim=1))
     walk, s_square, p_square = (part / total.square() for part in squares.chunk(3, dim=1))
     s_weight = s_error.square().sum(-1, keepdim=True) / total.square()
     # sum_j w_j (v_j - o)^2 = sum w v^2 - 2 o sum w v + o^2 sum w, where w_j = (p_j e_j)^2
@@ -180,6 +186,7 @@ def _fill_sequence(result: Reference, b: int, inputs: DecodeInputs, rows: slice)
     result.top[b] = top.flatten()
     result.p_rms[b] = p_square.sqrt().flatten(0, 1)
     result.bias[b] = (lost.abs() + bias / total).flatten(0, 1)
+    result.normalised[b] = normalised.abs().flatten(0, 1)
     result.s_rms[b] = s_variance.clamp(min=0).sqrt().flatten(0, 1)
     result.s_lse[b] = (s_weight.sqrt() + shared_lse).flatten()
     result.tied[b] = tied.double().mean(-1).flatten()
@@ -220,6 +227,11 @@ def _weight_rounding(p: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     lost = torch.where(p < torch.finfo(dtype).tiny, p.clamp(max=half_subnormal(dtype)), 0.0)
     error = torch.minimum(torch.maximum(ROUNDING_RMS * unit_roundoff(dtype) * p, lost), 1 - p)
     return error, lost
+
+
+def _rounding(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """The error of rounding normalised weights to ``dtype``; zero for float32."""
+    return torch.zeros_like(weights) if dtype == torch.float32 else weights.to(dtype).double() - weights
 
 
 def _tied(s: Tensor, p: Tensor) -> Tensor:
