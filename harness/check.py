@@ -93,6 +93,7 @@ class CheckResult:
         finite: no NaN or infinity where the reference has none.
         worst_element: largest share of an element.
         worst_lse: largest share of an LSE.
+        rel_row: largest relative L2 error of a row: the plain error, whatever the budget.
     """
 
     ok: bool
@@ -103,6 +104,7 @@ class CheckResult:
     finite: bool
     worst_element: float | None = None
     worst_lse: float | None = None
+    rel_row: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The record's ``check`` object: the measured values, without the verdict."""
@@ -208,8 +210,8 @@ def compare(output: DecodeOutput, ref: Reference, problem: DecodeProblem) -> Che
                 f"error {share[at]:.3g}x its budget, {_count(share, 'values')}"
             )
 
-    norm = torch.where(judged[..., None], ref.out, 0.0).norm().item()
-    off = error.norm().item()
+    norms = torch.where(judged[..., None], ref.out, 0.0).norm(dim=-1)
+    norm, off = norms.norm().item(), error.norm().item()
     return CheckResult(
         ok=not reasons,
         reason="; ".join(reasons) or None,
@@ -219,6 +221,7 @@ def compare(output: DecodeOutput, ref: Reference, problem: DecodeProblem) -> Che
         finite=finite,
         worst_element=_finite(_largest(element_share)),
         worst_lse=_finite(worst_lse),
+        rel_row=_finite(_largest(_share(error.norm(dim=-1), norms))),
     )
 
 
@@ -237,10 +240,13 @@ def check_plan(plan: DecodePlan, inputs: DecodeInputs, ref: Reference) -> CheckR
     Returns:
         The verdict. Exceptions of the plan are the caller's to handle.
     """
+    return run_checked(plan, inputs, ref)[0]
+
+
+def run_checked(plan: DecodePlan, inputs: DecodeInputs, ref: Reference) -> tuple[CheckResult, DecodeOutput]:
+    """Like :func:`check_plan`, with the output that was judged."""
     before = [t.clone() for t in _tensors(inputs)]
-    for workspace in plan.workspaces():
-        if workspace.is_floating_point():
-            workspace.fill_(torch.nan)
+    poison_workspaces(plan)
     template = plan.new_output()
     guarded = [_Guarded(t) for t in _tensors(template)] if template is not None else []
     if template is None:
@@ -267,7 +273,40 @@ def check_plan(plan: DecodePlan, inputs: DecodeInputs, ref: Reference) -> CheckR
         for name, old, new in zip(("q", "k", "v", "cu_seqlens_k"), before, _tensors(inputs), strict=True)
         if not torch.equal(_bits(old), _bits(new))
     ]
-    return replace(result, ok=not reasons, reason="; ".join(reasons) or None)
+    return replace(result, ok=not reasons, reason="; ".join(reasons) or None), output
+
+
+def poison_workspaces(plan: DecodePlan) -> None:
+    """Fill a plan's float workspaces with NaN."""
+    for workspace in plan.workspaces():
+        if workspace.is_floating_point():
+            workspace.fill_(torch.nan)
+
+
+def same_bits(a: DecodeOutput, b: DecodeOutput) -> bool:
+    """Whether two outputs are the same bit for bit; an LSE counts where both have one."""
+    return all(torch.equal(_bits(x), _bits(y)) for x, y in zip(_tensors(a), _tensors(b), strict=False))
+
+
+def ulp_distance(a: Tensor, b: Tensor) -> int | None:
+    """The largest distance of two tensors' elements in representable values between them.
+
+    Args:
+        a: any float tensor.
+        b: of the same shape and dtype.
+
+    Returns:
+        0 where they are bitwise equal up to the sign of zero; None where one holds a NaN.
+    """
+    if a.isnan().any() or b.isnan().any():
+        return None
+    if not a.numel():
+        return 0
+    ordered = []
+    for x in (a.contiguous(), b.contiguous()):
+        bits = _bits(x).long()
+        ordered.append(torch.where(bits < 0, -(bits & ((1 << (8 * x.element_size() - 1)) - 1)), bits))
+    return int((ordered[0] - ordered[1]).abs().max())
 
 
 class _Guarded:
