@@ -13,21 +13,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from harness.check import check_plan, compare
+from harness.clocks import to_record
+from harness.cuda_timers import host_times
 from harness.env import default_device, environment
+from harness.examine import Examiner
 from harness.inputs import input_sets
+from harness.rounds import take_rounds
 from harness.study import Entry
-from harness.timing import CaptureFailed, Lap, Timer, judge
+from harness.timing import CaptureFailed, Lap, NotTheWork, Timer, judge
 from harness.worker import (
     BOUND,
     BOUNDS,
-    TIMERS,
+    METHODS,
     Ceiling,
+    Examine,
     Fatal,
     Load,
     Loaded,
@@ -37,6 +43,7 @@ from harness.worker import (
     Setup,
     Step,
     Task,
+    default_method,
 )
 from impls.contract import DecodeImpl, DecodeInputs, DecodePlan, ImplUnavailable, PlanRefused, Scalar
 from impls.problem import DecodeProblem
@@ -68,7 +75,8 @@ class Candidate:
     """An entry on its way to its row: planned and checked, waiting for its times."""
 
     row: Row
-    plan: DecodePlan
+    plan: DecodePlan | None
+    replan: Callable[[], DecodePlan]
 
 
 class Bench:
@@ -89,12 +97,15 @@ class Bench:
         self._device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
         self._catalog = setup.catalog
         self._send = send
-        self._timer: Timer = _make(setup.timer or TIMERS[kind], self._device)
+        self._timer: Timer = _make(setup.timer or _timer_of(kind, setup.method), self._device)
         bound = setup.bound or BOUNDS.get(kind)
         self._bound = _make(bound) if bound else None
         self._impls: dict[str, DecodeImpl] = {}
         self._who: int | None = None
         self._what = "start"
+        self._examiner = Examiner(
+            self._device, load=self._load, at=self._at, attempt=self._attempt, send=self._send
+        )
         self.ready = Ready(kind, environment(kind), self._bound is not None, self._timer.method, self._timer.cache)
 
     def perform(self, task: Task) -> bool:
@@ -104,6 +115,9 @@ class Bench:
                 self._send(Loaded(self._try_load(task.impl)))
             elif isinstance(task, Ceiling):
                 self._measure_ceiling()
+            elif isinstance(task, Examine):
+                with self._row_on_failure(list(task.entries)) as settled:
+                    self._examiner.examine(task, settled)
             else:
                 self._measure(task)
             self._free()
@@ -189,7 +203,7 @@ class Bench:
         row = replace(row, check=result.to_dict())
         if not result.ok:
             return replace(row, status="wrong", reason=result.reason)
-        return Candidate(row=row, plan=plan)
+        return Candidate(row=row, plan=plan, replan=lambda: impl.plan(problem, self._device, entry.tuning))
 
     def _prepare_bound(self, problem: DecodeProblem, sets: Sequence[DecodeInputs]) -> Candidate | Row:
         assert self._bound is not None
@@ -210,7 +224,8 @@ class Bench:
         best = min(range(len(plans)), key=medians.__getitem__)
         sweep = [{**tuning, "us": _finite(us)} for tuning, us in zip(tunings, medians, strict=True)]
         row = Row(who=BOUND, status="ok", config={**plans[best].config, "sweep": sweep})
-        return Candidate(row=row, plan=plans[best])
+        replan = partial(self._bound.plan, problem, self._device, tunings[best])
+        return Candidate(row=row, plan=plans[best], replan=replan)
 
     # --- timing ----------------------------------------------------------------------------------------
 
@@ -232,44 +247,35 @@ class Bench:
         """
         problem = sets[0].problem
         rows: dict[int, Row] = {}
-        laps: dict[int, Lap] = {}
-        for who, candidate in candidates.items():
-            self._at(who, "prepare timing")
-            lap = self._attempt(who, self._timer.lap, candidate.plan, sets)
-            if isinstance(lap, Row):
-                rows[who] = lap
-            else:
-                laps[who] = lap
 
-        samples: dict[int, list[dict[str, Any]]] = {who: [] for who in laps}
-        started = time.monotonic()
-        for number in range(self._timer.rounds):
-            if number >= self._timer.min_rounds and time.monotonic() - started > self._timer.cap_s:
-                break
-            throttled = self._timer.throttled()
-            taken = []
-            for who in list(laps) if number % 2 == 0 else list(reversed(laps)):
-                self._at(who, "time")
-                us = self._attempt(who, laps[who].sample)
-                if isinstance(us, Row):
-                    rows[who] = us
-                    del laps[who]
-                else:
-                    taken.append((who, us))
-            throttled = _either(throttled, self._timer.throttled())
-            for who, us in taken:
-                samples[who].append({"round": number, "us": _finite(us), "throttled": throttled})
+        def attempt(who: int, what: str, action: Callable[[], Any]) -> Any:
+            self._at(who, what)
+            result = self._attempt(who, action)
+            if isinstance(result, Row):
+                rows[who] = result
+                return None
+            return result
 
+        def lap(candidate: Candidate) -> Lap:
+            # The first lap is of the plan that was checked.
+            plan, candidate.plan = candidate.plan or candidate.replan(), None
+            return self._timer.lap(plan, sets)
+
+        taken = take_rounds(
+            self._timer, {who: partial(lap, candidate) for who, candidate in candidates.items()}, attempt
+        )
         working_set = sum(_set_bytes(inputs) for inputs in sets) + self._timer.flush_bytes(problem)
-        for who, lap in laps.items():
+        clocks = to_record(taken.readings)
+        for who, timed in taken.laps.items():
             row = candidates[who].row
             if who != BOUND:
                 assert last is not None
                 self._at(who, "check after timing")
-                row = self._attempt(who, self._recheck, row, lap, last, problem)
-            if row.status == "ok":
-                times = [sample["us"] for sample in samples[who]]
-                reason = judge(times, kv_bytes=problem.kv_bytes, ceiling_gbps=ceiling_gbps)
+                row = self._attempt(who, self._recheck, row, timed, last, problem)
+            host = attempt(who, "host time", partial(self._host_times, candidates[who], sets))
+            if row.status == "ok" and who not in rows:
+                samples = taken.samples[who]
+                reason = judge([s["us"] for s in samples], kv_bytes=problem.kv_bytes, ceiling_gbps=ceiling_gbps)
                 row = replace(
                     row,
                     status="ok" if reason is None else "invalid",
@@ -279,28 +285,38 @@ class Bench:
                         "cache": self._timer.cache,
                         "working_set_bytes": working_set,
                         "input_sets": len(sets),
-                        "calls_per_sample": lap.calls,
-                        "kernels": lap.kernels,
-                        "samples": samples[who],
+                        "calls_per_sample": timed.calls,
+                        "kernels": timed.kernels,
+                        "host": host,
+                        "breakdown": timed.breakdown(),
+                        "clocks": clocks,
+                        "samples": samples,
                     },
                 )
-            rows[who] = row
+            rows.setdefault(who, row)
         for who in candidates:
             # A row that failed in here keeps what was learnt before.
-            known = candidates[who].row
-            self._send(replace(rows[who], config=known.config, compile_ms=known.compile_ms, plan_us=known.plan_us))
+            row, known = rows[who], candidates[who].row
+            check = row.check or (known.check if row.status == "wrong" else None)
+            self._send(
+                replace(row, check=check, config=known.config, compile_ms=known.compile_ms, plan_us=known.plan_us)
+            )
 
     def _recheck(self, row: Row, lap: Lap, last: Reference, problem: DecodeProblem) -> Row:
         """Whether what was timed computes what was checked, on inputs that no check has seen."""
-        output = lap.result()
-        assert output is not None
-        result = compare(output, last, problem)
-        self._synchronize()
-        if result.ok:
-            return row
-        return replace(
-            row, status="wrong", reason=f"after the timed calls: {result.reason}", check=result.to_dict()
-        )
+        for _ in range(2):  # a plan that does its work in every second call is right once
+            output = lap.result()
+            assert output is not None
+            result = compare(output, last, problem)
+            self._synchronize()
+            if not result.ok:
+                reason = f"after the timed calls: {result.reason}"
+                return replace(row, status="wrong", reason=reason, check=result.to_dict())
+        return row
+
+    def _host_times(self, candidate: Candidate, sets: Sequence[DecodeInputs]) -> Mapping[str, float] | None:
+        """What a caller waits for, on a GPU; on a CPU that is what is timed anyway."""
+        return host_times(candidate.replan(), sets) if self._device.type == "cuda" else None
 
     # --- plumbing ----------------------------------------------------------------------------------------
 
@@ -321,6 +337,8 @@ class Bench:
             return Row(who=who, status="unsupported", reason=_shorten(str(error)))
         except ImplUnavailable as error:
             return Row(who=who, status="unavailable", reason=_shorten(str(error)))
+        except NotTheWork as error:
+            return Row(who=who, status="wrong", reason=_shorten(f"{self._what}: {error}"))
         except CaptureFailed as error:
             raise DeviceLost(_shorten(str(error))) from error
         except Exception as error:
@@ -395,6 +413,13 @@ class Bench:
             torch.cuda.empty_cache()
 
 
+def _timer_of(device: str, method: str | None) -> str:
+    known = METHODS[device]
+    if method is not None and method not in known:
+        raise RuntimeError(f"method: expected one of {', '.join(known)} on {device}, got {method!r}")
+    return known[method or default_method(device)]
+
+
 def _make(where: str, *arguments: object) -> Any:
     module, name = where.split(":")
     return getattr(import_module(module), name)(*arguments)
@@ -411,10 +436,6 @@ def _set_bytes(inputs: DecodeInputs) -> int:
 
 def _finite(us: float) -> float | None:
     return us if math.isfinite(us) else None
-
-
-def _either(before: bool | None, after: bool | None) -> bool | None:
-    return None if before is None or after is None else before or after
 
 
 def _describe(what: str, error: BaseException) -> str:

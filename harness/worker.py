@@ -31,8 +31,16 @@ DEADLINE_S = 180.0
 START_DEADLINE_S = 300.0
 """How long a worker may take to come up: it imports torch, perhaps from a cold disk on a busy machine."""
 
-TIMERS: Mapping[str, str] = {"cuda": "harness.timing:GraphTimer", "cpu": "harness.timing:WallTimer"}
-"""Device type -> ``module:Class`` of its timer."""
+METHODS: Mapping[str, Mapping[str, str]] = {
+    "cuda": {
+        "graph": "harness.cuda_timers:GraphTimer",
+        "graph-warm": "harness.cuda_timers:GraphWarmTimer",
+        "events": "harness.cuda_timers:EventsTimer",
+        "kernels": "harness.cuda_timers:KernelsTimer",
+    },
+    "cpu": {"wall": "harness.timing:WallTimer"},
+}
+"""Device type -> method -> ``module:Class`` of its timer; the first method is the default."""
 
 BOUNDS: Mapping[str, str] = {"cuda": "harness.bound:StreamRead"}
 """Device type -> ``module:Class`` of the bound; a device that is not named has none."""
@@ -45,14 +53,21 @@ class Setup:
     Args:
         device: ``cpu`` or ``cuda``; None takes CUDA where there is a device, else the CPU.
         catalog: implementation id -> ``module:Class``.
-        timer: ``module:Class`` in place of the device's timer.
+        method: of timing, one of the device's :data:`METHODS`; None takes the default.
+        timer: ``module:Class`` in place of the method's timer.
         bound: ``module:Class`` in place of the device's bound.
     """
 
     device: str | None = None
     catalog: Mapping[str, str] = field(default_factory=lambda: dict(IMPLS))
+    method: str | None = None
     timer: str | None = None
     bound: str | None = None
+
+
+def default_method(device: str) -> str:
+    """The method of timing that a run takes unless it is told otherwise."""
+    return next(iter(METHODS[device]))
 
 
 # --- tasks: parent -> worker ---------------------------------------------------------------------------
@@ -89,7 +104,22 @@ class Measure:
     ceiling_gbps: float | None
 
 
-Task = Load | Ceiling | Measure
+@dataclass(frozen=True, kw_only=True)
+class Examine:
+    """Put every entry of one case through all probes, untimed; answered by one :class:`Row` an entry.
+
+    Args:
+        case: the case.
+        entries: position in the study -> what to run.
+        families: of inputs; the first also serves the probes of memory and state.
+    """
+
+    case: Case
+    entries: Mapping[int, Entry]
+    families: tuple[str, ...]
+
+
+Task = Load | Ceiling | Measure | Examine
 
 
 # --- messages: worker -> parent ------------------------------------------------------------------------

@@ -9,9 +9,11 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from harness.clocks import Reading
 from impls.contract import (
     TORCH_DTYPES,
     DecodeInputs,
@@ -326,15 +328,19 @@ class Lap:
     def result(self) -> DecodeOutput | None:
         return self.plan.run(self.sets[-1], self.output)
 
+    def breakdown(self) -> Mapping[str, Any] | None:
+        return None
+
 
 class Timer:
     """Reads each time off the plan."""
 
     method = "fake"
     cache = "cold"
-    rounds = 4
     min_rounds = 4
+    max_rounds = 8
     cap_s = 1.0
+    renews = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -348,8 +354,11 @@ class Timer:
     def lap(self, plan: DecodePlan, sets: Sequence[DecodeInputs], *, rotations: int | None = None) -> Lap:
         return Lap(plan, sets)
 
-    def throttled(self) -> bool | None:
-        return False
+    def displace(self) -> None:
+        pass
+
+    def clocks(self) -> Reading | None:
+        return Reading(sm_mhz=1980, memory_mhz=3201, temperature_c=40, power_w=500.0, reasons=())
 
 
 class NoTimer(Timer):

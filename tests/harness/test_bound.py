@@ -14,8 +14,8 @@ import torch
 
 from harness import bound
 from harness.bound import CONFIGS, Config, StreamRead
+from harness.cuda_timers import GraphTimer
 from harness.inputs import input_sets
-from harness.timing import GraphTimer
 from impls.problem import DecodeProblem
 
 ROOT = Path(__file__).parents[2]

@@ -170,6 +170,15 @@ def test_an_ok_row_says_how_it_came_about(bad_day: Any) -> None:
         "input_sets": 3,
         "calls_per_sample": 10,
         "kernels": 2,
+        "host": None,
+        "breakdown": None,
+        "clocks": {
+            "sm_mhz": [[1980, 1980, 1980]] * 4,
+            "memory_mhz": [[3201, 3201, 3201]] * 4,
+            "temperature_c": [[40, 40, 40]] * 4,
+            "power_w": [[500.0, 500.0, 500.0]] * 4,
+            "reasons": [[[], [], []]] * 4,
+        },
         "samples": [{"round": i, "us": 20.0, "throttled": False} for i in range(4)],
     }
 

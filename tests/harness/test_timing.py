@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from harness.cuda_timers import COLD_FACTOR, MAX_SETS, GraphTimer, cold_sets
 from harness.inputs import input_sets
-from harness.timing import COLD_FACTOR, MAX_SETS, GraphTimer, WallTimer, cold_sets, judge
+from harness.timing import WallTimer, judge
 from impls.contract import DecodeInputs, DecodeOutput, Scalar
 from impls.problem import DecodeProblem
 
