@@ -17,9 +17,8 @@ def render_study(folders: Sequence[Path]) -> Path:
         The path of the report's ``README.md``; its figures lie beside it in ``figures/``.
 
     Raises:
-        FileNotFoundError: where a folder has no records.
-        harness.record.RecordError: for a line that is not a record.
-        ValueError: for no folder, or one without a measurement.
+        harness.record.RecordError: for a folder without records or measurements, or a line that is not a record.
+        ValueError: for no folder.
     """
     # pandas, matplotlib and seaborn take a second to import: only a render pays for them.
     from harness.render.figures import draw_all

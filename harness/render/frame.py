@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from harness import cost
-from harness.record import READ_CEILING, STATUSES, STREAM_READ, Record, read
+from harness.record import READ_CEILING, STATUSES, STREAM_READ, Record, RecordError, read
 from harness.stats import median_interval
 from impls.catalog import IMPLS, OURS
 from impls.problem import DecodeProblem
@@ -141,9 +141,9 @@ def load(folders: Sequence[Path]) -> Comparison:
     each case begins with that of its folder.
 
     Raises:
-        FileNotFoundError: where a folder has no records.
-        harness.record.RecordError: for a line that is not a record.
-        ValueError: for no folder, a folder without a measurement, or a row whose run is not recorded.
+        harness.record.RecordError: for a folder without records or measurements, a line that is not a record,
+            or a row whose run is not recorded.
+        ValueError: for no folder.
     """
     if not folders:
         raise ValueError("folders: expected at least one, got none")
@@ -151,16 +151,17 @@ def load(folders: Sequence[Path]) -> Comparison:
     rows: list[Row] = []
     ceilings: dict[str, float] = {}
     for folder in folders:
-        records = read(folder / "records.jsonl")
+        path = folder / "records.jsonl"
+        if not path.is_file():
+            raise RecordError(f"{path}: expected the records of a run, got no such file")
+        records = read(path)
         runs |= {r["run_id"]: r for r in records if r["kind"] == "run"}
         newest = _newest(r for r in records if r["kind"] == "measurement")
         if not newest:
-            raise ValueError(f"{folder / 'records.jsonl'}: expected measurements, got {len(records)} other records")
+            raise RecordError(f"{path}: expected measurements, got {len(records)} other records")
         for record in newest:
             if record["run_id"] not in runs:
-                raise ValueError(
-                    f"{folder / 'records.jsonl'}: expected a run record of {record['run_id']}, got none"
-                )
+                raise RecordError(f"{path}: expected a run record of {record['run_id']}, got none")
             if record["impl"] == READ_CEILING:
                 if (us := _times(record).get("us")) is not None:
                     ceilings[record["run_id"]] = cost.gbps(record["config"]["bytes"], us)

@@ -153,14 +153,14 @@ def test_two_entries_of_one_implementation_are_two_series(tmp_path: Path) -> Non
 def test_files_without_measurements_or_runs_are_named(tmp_path: Path) -> None:
     records = fake.gpu_records({"b1_8k": fake.GPU_CASES["b1_8k"]})
     path = tmp_path / "records.jsonl"
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(rec.RecordError, match=r"records.jsonl: expected the records of a run, got no such file"):
         load([tmp_path])
     rec.append(path, records[0])
-    with pytest.raises(ValueError, match="expected measurements, got 1 other records"):
+    with pytest.raises(rec.RecordError, match="expected measurements, got 1 other records"):
         load([tmp_path])
     path.unlink()
     rec.append(path, records[1])
-    with pytest.raises(ValueError, match="expected a run record of 20261130T101500Z-3fa2, got none"):
+    with pytest.raises(rec.RecordError, match="expected a run record of 20261130T101500Z-3fa2, got none"):
         load([tmp_path])
     with pytest.raises(ValueError, match="folders: expected at least one, got none"):
         load([])
