@@ -297,6 +297,8 @@ class EventsLap:
 
     def result(self) -> DecodeOutput:
         """The output of one more call."""
+        # The NaN come late: work on a stream that does not wait for this one is done before them, and lost.
+        torch.cuda._sleep(QUEUE_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
         fill_nan(self._last)
         self._last = self._plan.run(self._inputs, self._output)
         torch.cuda.synchronize()

@@ -7,9 +7,19 @@ import math
 import pytest
 import torch
 
-from harness.cuda_timers import COLD_FACTOR, MAX_SETS, GraphTimer, cold_sets
+from harness.cuda_timers import (
+    COLD_FACTOR,
+    FLUSH_BYTES,
+    MAX_SETS,
+    EventsTimer,
+    GraphTimer,
+    GraphWarmTimer,
+    KernelsTimer,
+    cold_sets,
+    host_times,
+)
 from harness.inputs import input_sets
-from harness.timing import WallTimer, judge
+from harness.timing import NotTheWork, WallTimer, judge
 from impls.contract import DecodeInputs, DecodeOutput, Scalar
 from impls.problem import DecodeProblem
 
@@ -100,6 +110,7 @@ def test_a_graph_calls_each_set_in_turn_and_its_output_is_that_of_the_last() -> 
     assert lap.kernels == 1
     assert lap.calls % len(sets) == 0
     assert plan.seen[1:] == [inputs.q.data_ptr() for inputs in sets] * (lap.calls // len(sets))
+    assert lap.breakdown() is None
     assert all(0 < lap.sample() < 1e4 for _ in range(3))
     for _ in range(2):
         result = lap.result()
@@ -117,3 +128,62 @@ def test_tiny_cases_use_each_set_once_and_are_flushed() -> None:
     lap = timer.lap(SumPlan(), sets)
     assert lap.calls == MAX_SETS
     assert lap.sample() > 0
+
+
+@pytest.mark.gpu
+def test_calls_that_do_not_launch_the_same_are_found_while_they_are_captured() -> None:
+    class Lazy(SumPlan):
+        def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
+            if len(self.seen) % 2 == 0:
+                self.kept = super().run(inputs, out)
+            else:
+                self.seen.append(0)
+            return self.kept
+
+    device = torch.device("cuda", 0)
+    timer = GraphTimer(device)
+    with pytest.raises(NotTheWork, match=r"call 1: expected \d launches like call 0, got \d"):
+        timer.lap(Lazy(), input_sets(LARGE, 0, device, timer.sets(LARGE)))
+
+
+LARGE = DecodeProblem(kv_lens=(8192, 1000), heads_q=8, heads_kv=8, head_dim=128)
+
+
+@pytest.mark.gpu
+def test_the_other_methods_take_believable_samples_of_the_same_work() -> None:
+    device = torch.device("cuda", 0)
+    warm, events = GraphWarmTimer(device), EventsTimer(device)
+    for timer in (warm, events):
+        sets = input_sets(LARGE, 0, device, timer.sets(LARGE))
+        assert len(sets) == 1
+        lap = timer.lap(SumPlan(), sets)
+        assert all(0 < lap.sample() < 1e4 for _ in range(3))
+        result = lap.result()
+        assert result is not None
+        assert torch.equal(result.out, sets[-1].q + 1)
+    assert events.flush_bytes(LARGE) == FLUSH_BYTES
+
+
+@pytest.mark.gpu
+def test_the_profile_of_a_replay_has_every_kernel_of_every_call_and_no_other() -> None:
+    class TwoKernels(SumPlan):
+        def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
+            return DecodeOutput(out=super().run(inputs, out).out * 2, lse=None)
+
+    device = torch.device("cuda", 0)
+    timer = KernelsTimer(device)
+    for problem in (LARGE, PROBLEM):  # the second is flushed, by a kernel that must not count
+        lap = timer.lap(TwoKernels(), input_sets(problem, 0, device, timer.sets(problem)))
+        samples = [lap.sample() for _ in range(3)]
+        found = lap.breakdown()
+        assert found is not None
+        assert found["calls"] == 3 * lap.calls
+        assert len(found["kernels"]) == lap.kernels == 2
+        assert sum(kernel["us"] for kernel in found["kernels"]) == pytest.approx(min(samples), rel=0.5)
+
+
+@pytest.mark.gpu
+def test_a_caller_waits_longer_for_the_device_than_for_the_launch() -> None:
+    device = torch.device("cuda", 0)
+    times = host_times(SumPlan(), input_sets(LARGE, 0, device, 2))
+    assert 0 < times["launch_us"] <= times["end_to_end_us"] < 1e5
