@@ -156,10 +156,13 @@ def test_files_without_measurements_or_runs_are_named(tmp_path: Path) -> None:
     with pytest.raises(rec.RecordError, match=r"records.jsonl: expected the records of a run, got no such file"):
         load([tmp_path])
     rec.append(path, records[0])
-    with pytest.raises(rec.RecordError, match="expected measurements, got 1 other records"):
+    with pytest.raises(rec.RecordError, match="expected measurements of a case, got 1 other records"):
+        load([tmp_path])
+    rec.append(path, records[1])  # the read ceiling: a run that was killed before its first case
+    with pytest.raises(rec.RecordError, match="expected measurements of a case, got 2 other records"):
         load([tmp_path])
     path.unlink()
-    rec.append(path, records[1])
+    rec.append(path, records[2])
     with pytest.raises(rec.RecordError, match="expected a run record of 20261130T101500Z-3fa2, got none"):
         load([tmp_path])
     with pytest.raises(ValueError, match="folders: expected at least one, got none"):
