@@ -276,6 +276,29 @@ def run_checked(plan: DecodePlan, inputs: DecodeInputs, ref: Reference) -> tuple
     return replace(result, ok=not reasons, reason="; ".join(reasons) or None), output
 
 
+def disagreement(
+    a: DecodeOutput, b: DecodeOutput, ref: Reference, problem: DecodeProblem
+) -> dict[str, float | None]:
+    """How far two outputs are from each other, in the terms of their errors.
+
+    Args:
+        a: an output.
+        b: another, of the same problem and inputs.
+        ref: the oracle's values for these inputs.
+        problem: what was computed.
+
+    Returns:
+        ``rel_l2``: the L2 norm of the difference, relative to that of the reference; ``worst_row``: the
+        largest L2 difference of a row, relative to one output's budget.
+    """
+    apart = (a.out.double() - b.out.double()).norm(dim=-1)  # [B, Hq]
+    off, norm = apart.norm().item(), ref.out.norm().item()
+    return {
+        "rel_l2": _finite(off / norm if norm else (0.0 if off == 0 else math.inf)),
+        "worst_row": _finite(_largest(_share(apart, budget(ref, problem).row))),
+    }
+
+
 def poison_workspaces(plan: DecodePlan) -> None:
     """Fill a plan's float workspaces with NaN."""
     for workspace in plan.workspaces():

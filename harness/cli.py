@@ -16,8 +16,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from harness.families import FAMILY_NAMES
 from harness.record import STATUSES, RecordError
-from harness.runner import Outcome, RunError, check_study, run_study
+from harness.runner import CHECKS_FILE, Outcome, RunError, check_study, run_study
 from harness.study import Case, Entry, Study, StudyError, expand_study, find_study, load_study, study_folder
 from harness.worker import Setup, WorkerLost, WorkerPool
 from impls.catalog import IMPLS, OURS
@@ -90,19 +91,38 @@ def doctor(device: DeviceOption = None) -> None:
             value = ", ".join(f"{name} {item}" for name, item in value.items())
         table.add_row(key, "-" if value is None else str(value))
     console.print(table)
-    _print_check(SMALL, check_study(SMALL, device=environment["device"], console=progress))
+    _print_check(
+        SMALL, check_study(SMALL, device=environment["device"], families=FAMILY_NAMES[:1], console=progress)
+    )
 
 
 @app.command()
-def check(study: StudyArgument, device: DeviceOption = None) -> None:
-    """Compare every implementation with the float64 reference on each case, without timing.
+def check(
+    study: StudyArgument,
+    device: DeviceOption = None,
+    families: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help=f"Families of inputs, of {', '.join(FAMILY_NAMES)}; the first also serves the other probes.",
+            show_default="all",
+        ),
+    ] = ",".join(FAMILY_NAMES),
+) -> None:
+    """Put every implementation on each case through all probes against the float64 reference, without timing.
 
-    A number beside a verdict is the worst row's error as a share of its budget. Fails if any result is wrong,
-    any implementation failed, or nothing ran.
+    A number beside a verdict is the worst row's error as a share of its budget; a wrong result names the probe
+    that caught it. Fails if any result is wrong, any implementation failed, or nothing ran.
     """
     loaded = load_study(study)
-    outcomes = check_study(loaded, device=device, console=progress)
+    asked = families.split(",")
+    for name in asked:
+        if name not in FAMILY_NAMES:
+            raise StudyError(f"--families: expected some of {', '.join(FAMILY_NAMES)}, got {name!r}")
+    path = loaded.folder / CHECKS_FILE
+    outcomes = check_study(loaded, device=device, families=asked, records=path, console=progress)
     _print_check(loaded, outcomes)
+    console.print(f"records are in {path}", soft_wrap=True)
     statuses = {outcome.status for outcome in outcomes}
     if statuses & {"wrong", "failed"} or "ok" not in statuses:
         raise typer.Exit(1)
@@ -197,8 +217,10 @@ def _print_check(study: Study, outcomes: Sequence[Outcome]) -> None:
 
 
 def _verdict(outcome: Outcome) -> str:
-    worst = (outcome.check or {}).get("worst_row")
-    return outcome.status if worst is None else f"{outcome.status} {worst:.2f}"
+    found = outcome.check or {}
+    family, worst = found.get("family"), found.get("worst_row")
+    parts = (outcome.status, family and f"({family})", None if worst is None else f"{worst:.2f}")
+    return " ".join(part for part in parts if part)
 
 
 def _table(*columns: str) -> Table:

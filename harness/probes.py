@@ -27,16 +27,17 @@ of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.check import CheckResult, compare, poison_workspaces, run_checked, same_bits
+from harness.check import CheckResult, compare, poison_workspaces, run_checked, same_bits, ulp_distance
 from harness.inputs import FAMILIES, GUARD_ROWS, make_inputs
 from harness.timing import CaptureFailed
-from impls.contract import DecodeInputs, DecodeOutput, DecodePlan
+from impls.contract import DecodeImpl, DecodeInputs, DecodeOutput, DecodePlan, Scalar
 from impls.problem import DecodeProblem
 from impls.reference import Reference, reference
 
@@ -54,12 +55,13 @@ class Observation:
     Args:
         result: the verdict.
         output: what the plan returned, where the probe judges one run.
-        deterministic: whether all runs on one input were bitwise equal; None where there was one run.
+        spread: the largest distance between runs on one input, in representable values of the output; None
+            where there was one run, or a NaN.
     """
 
     result: CheckResult
     output: DecodeOutput | None = None
-    deterministic: bool | None = None
+    spread: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ class Probe:
 
     @property
     def title(self) -> str:
-        """The family, and the experiment where it is not the plain one."""
-        return self.family if self.name == "values" else f"{self.family} {self.name}"
+        """What reports call it."""
+        return title(self.family, self.name)
 
 
 def probes(
@@ -125,6 +127,118 @@ def probes(
         wanted = REPEAT_OUTPUTS if repeat_outputs is None and device.type == "cuda" else repeat_outputs
         runs = REPEAT_RUNS if wanted is None else max(2, math.ceil(wanted / elements))
         yield Probe(family, "repeat", _repeat(inputs, ref, runs), ref)
+
+
+class Examination:
+    """What all probes said about one plan."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, str, CheckResult]] = []
+        self._spread: int | None = None
+
+    def add(self, probe: Probe, seen: Observation) -> None:
+        """Take an observation."""
+        self._seen.append((probe.family, probe.name, seen.result))
+        if probe.name == "repeat":
+            self._spread = seen.spread
+
+    @property
+    def caught(self) -> str | None:
+        """The title of the first probe that found a fault, or None."""
+        return next((title(family, name) for family, name, result in self._seen if not result.ok), None)
+
+    @property
+    def reason(self) -> str | None:
+        """What that probe found, or None."""
+        return next((result.reason for _, _, result in self._seen if not result.ok), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record's ``check`` object: the worst of each number, then probe by probe."""
+        results = [result for _, _, result in self._seen]
+        return {
+            **worst(results),
+            "family": self.caught,
+            "same_input_ulp": self._spread,
+            "probes": [
+                {
+                    "family": family,
+                    "probe": name,
+                    "ok": all(result.ok for result in of_probe),
+                    **worst(of_probe),
+                    "reason": next((result.reason for result in of_probe if not result.ok), None),
+                }
+                for (family, name), of_probe in self._by_probe().items()
+            ],
+        }
+
+    def _by_probe(self) -> dict[tuple[str, str], list[CheckResult]]:
+        groups: dict[tuple[str, str], list[CheckResult]] = {}
+        for family, name, result in self._seen:
+            groups.setdefault((family, name), []).append(result)
+        return groups
+
+
+def title(family: str, name: str) -> str:
+    """What a probe is called: its family, and the experiment where it is not the plain one."""
+    return family if name == "values" else f"{family} {name}"
+
+
+def worst(results: Sequence[CheckResult]) -> dict[str, Any]:
+    """The largest of each number of several results, None where one of them could not be computed."""
+    merged: dict[str, Any] = {"finite": all(result.finite for result in results)}
+    for key in ("rel_l2", "worst_row", "lse_err", "worst_element", "worst_lse", "rel_row"):
+        values = [getattr(result, key) for result in results]
+        merged[key] = None if any(value is None for value in values) else max(values, default=None)
+    return merged
+
+
+def determinism(
+    impl: DecodeImpl, tuning: Mapping[str, Scalar], plan: DecodePlan, inputs: DecodeInputs
+) -> dict[str, int | None]:
+    """Facts about one implementation, none of them a fault: how far its answer moves with what should not matter.
+
+    Args:
+        impl: the implementation.
+        tuning: what the plan was asked for.
+        plan: made for ``inputs.problem``.
+        inputs: of any family.
+
+    Returns:
+        ``other_batch_ulp``: the longest sequence's output in this batch against the same sequence alone (in a
+        batch of one: against two of it); ``one_split_ulp``: this plan against one that does not split, None
+        where the implementation takes no such wish. Both are the largest distance of two output elements, in
+        representable values between them.
+    """
+    problem = inputs.problem
+    facts: dict[str, int | None] = {"other_batch_ulp": None, "one_split_ulp": None}
+    if not problem.total_kv:
+        return facts
+    output = fresh_run(plan, inputs).out.clone()
+    longest = max(range(problem.batch), key=problem.kv_lens.__getitem__)
+    elsewhere = _elsewhere(inputs, longest)
+    moved = fresh_run(impl.plan(elsewhere.problem, inputs.device, tuning), elsewhere).out
+    facts["other_batch_ulp"] = ulp_distance(output[longest], moved[0])
+    try:
+        unsplit = impl.plan(problem, inputs.device, {**tuning, "num_splits": 1})
+    except ValueError:  # not to be tuned
+        return facts
+    facts["one_split_ulp"] = ulp_distance(output, fresh_run(unsplit, inputs).out)
+    return facts
+
+
+def _elsewhere(inputs: DecodeInputs, b: int) -> DecodeInputs:
+    """Sequence ``b`` alone, or twice where it is alone already."""
+    problem = inputs.problem
+    times = 2 if problem.batch == 1 else 1
+    rows = slice(problem.cu_seqlens[b], problem.cu_seqlens[b + 1])
+    shape = replace(problem, kv_lens=(problem.kv_lens[b],) * times)
+    return DecodeInputs(
+        problem=shape,
+        q=inputs.q[b : b + 1].repeat(times, 1, 1),
+        k=inputs.k[rows].repeat(times, 1, 1),
+        v=inputs.v[rows].repeat(times, 1, 1),
+        cu_seqlens_k=torch.tensor(shape.cu_seqlens, dtype=torch.int32, device=inputs.device),
+    )
 
 
 def hidden_sequences(batch: int) -> list[list[bool]]:
@@ -173,7 +287,7 @@ def _memory(inputs: DecodeInputs, ref: Reference, hidden: Sequence[bool]) -> Cal
     def apply(plan: DecodePlan) -> Observation:
         result, output = run_checked(plan, alone, ref)
         if result.ok:
-            plain = [rows_of(_fresh_run(plan, inputs)) for _ in range(2)]
+            plain = [rows_of(fresh_run(plan, inputs)) for _ in range(2)]
             if same_bits(*plain) and not same_bits(plain[0], rows_of(output)):
                 reason = "memory: expected the same bits whatever lies in other sequences, got others"
                 result = replace(result, ok=False, reason=reason)
@@ -184,8 +298,8 @@ def _memory(inputs: DecodeInputs, ref: Reference, hidden: Sequence[bool]) -> Cal
     return apply
 
 
-def _fresh_run(plan: DecodePlan, inputs: DecodeInputs) -> DecodeOutput:
-    """One run into NaN-filled memory that nobody else holds."""
+def fresh_run(plan: DecodePlan, inputs: DecodeInputs) -> DecodeOutput:
+    """One run, unjudged, into NaN-filled memory that nobody else holds."""
     out = plan.new_output()
     if out is not None:
         out.out.fill_(torch.nan)
@@ -197,19 +311,21 @@ def _fresh_run(plan: DecodePlan, inputs: DecodeInputs) -> DecodeOutput:
 
 def _repeat(inputs: DecodeInputs, ref: Reference, runs: int) -> Callable[[DecodePlan], Observation]:
     def apply(plan: DecodePlan) -> Observation:
-        first = _fresh_run(plan, inputs)
+        first = fresh_run(plan, inputs)
         result = compare(first, ref, inputs.problem)
-        differing = 0
+        spread: int | None = 0
         for number in range(1, runs):
-            output = _fresh_run(plan, inputs)
+            output = fresh_run(plan, inputs)
             if same_bits(first, output):
                 continue
-            differing += 1
             judged = compare(output, ref, inputs.problem)
             if not judged.ok:
-                reason = f"run {number + 1} of {runs} on the same input: {judged.reason}"
-                return Observation(replace(judged, reason=reason), deterministic=False)
-        return Observation(result, deterministic=differing == 0)
+                return Observation(
+                    replace(judged, reason=f"run {number + 1} of {runs} on the same input: {judged.reason}")
+                )
+            distance = ulp_distance(first.out, output.out)
+            spread = None if spread is None or distance is None else max(spread, distance)
+        return Observation(result, spread=spread)
 
     return apply
 

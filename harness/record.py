@@ -138,6 +138,52 @@ def measurement_record(
     )
 
 
+def check_record(
+    *,
+    run_id: str,
+    case: str,
+    impl: str,
+    status: str,
+    reason: str | None = None,
+    problem: DecodeProblem,
+    seed: int,
+    config: Mapping[str, Any] | None = None,
+    check: Mapping[str, Any] | None = None,
+) -> Record:
+    """The record of one implementation, or impostor, put through the check on one case; nothing is timed.
+
+    Args:
+        run_id: the run it belongs to.
+        case: the case's name.
+        impl: implementation id, or the name of an impostor.
+        status: one of :data:`STATUSES`.
+        reason: why the status is not ``ok``; required then.
+        problem: what was computed.
+        seed: of its inputs.
+        config: what the plan came to.
+        check: the numbers of a measurement's ``check``, and what the check found besides: ``family``, the
+            probe that caught a fault, and ``probes``, the result of each.
+
+    Raises:
+        RecordError: naming the key, what was expected and what was got.
+    """
+    return validate(
+        {
+            "kind": "check",
+            "schema": SCHEMA,
+            "run_id": run_id,
+            "case": case,
+            "impl": impl,
+            "status": status,
+            "reason": reason,
+            "problem": problem.to_dict(),
+            "seed": seed,
+            "config": dict(config or {}),
+            "check": None if check is None else dict(check),
+        }
+    )
+
+
 def append(path: str | Path, record: Mapping[str, Any]) -> None:
     """Add one record to a file, which is made where it is missing, and wait until it is on the disk.
 
@@ -242,44 +288,60 @@ def _check_schema(record: Record) -> Record:
         return record
     for key in ("case", "impl"):
         _key(record, key, _is_name, "a non-empty string")
+    if record["kind"] == "check":
+        _check_status(record)
+        _check_problem(record)
+        _check_numbers(record)
     return record
 
 
 def _check_measurement(record: Record) -> None:
     _key(record, "impl", _is_name, "a non-empty string")
     _key(record, "role", lambda v: v in ROLES, f"one of {', '.join(ROLES)}")
-    _key(record, "status", lambda v: v in STATUSES, f"one of {', '.join(STATUSES)}")
+    _check_status(record)
     status, is_impl = record["status"], record["role"] == "impl"
-    if status == "ok":
-        _key(record, "reason", lambda v: v is None, "null, for status ok")
-    else:
-        _key(record, "reason", _is_name, f"a non-empty string, for status {status}")
     if record["impl"] == READ_CEILING:
         for key in ("case", "problem", "seed"):
             _key(record, key, lambda v: v is None, f"null, for {READ_CEILING}")
     else:
         _key(record, "case", _is_name, "a non-empty string")
-        _key(record, "seed", _is_int, "an integer")
-        _key(record, "problem", _is_object, "an object")
-        try:
-            DecodeProblem.from_dict(record["problem"])
-        except ProblemError as error:
-            raise RecordError(f"problem: {error}") from error
+        _check_problem(record)
     _key(record, "config", _is_object, "an object")
     for key in ("compile_ms", "plan_us"):
         _key(record, key, _is_time_or_none, "a number >= 0 or null")
-    _key(record, "check", lambda v: v is None or _is_object(v), "an object or null")
+    _check_numbers(record)
     if is_impl and status in ("ok", "wrong", "invalid"):
         _key(record, "check", _is_object, f"an object, for status {status}")
-    if record["check"] is not None:
-        for key in ("rel_l2", "worst_row", "lse_err"):
-            _key(record["check"], key, _is_number_or_none, "a number or null", "check.")
-        _key(record["check"], "finite", _is_bool, "true or false", "check.")
     if status in ("ok", "invalid"):
         _key(record, "timing", _is_object, f"an object, for status {status}")
         _check_timing(record["timing"])
     else:
         _key(record, "timing", lambda v: v is None, f"null, for status {status}")
+
+
+def _check_status(record: Record) -> None:
+    _key(record, "status", lambda v: v in STATUSES, f"one of {', '.join(STATUSES)}")
+    if record["status"] == "ok":
+        _key(record, "reason", lambda v: v is None, "null, for status ok")
+    else:
+        _key(record, "reason", _is_name, f"a non-empty string, for status {record['status']}")
+
+
+def _check_problem(record: Record) -> None:
+    _key(record, "seed", _is_int, "an integer")
+    _key(record, "problem", _is_object, "an object")
+    try:
+        DecodeProblem.from_dict(record["problem"])
+    except ProblemError as error:
+        raise RecordError(f"problem: {error}") from error
+
+
+def _check_numbers(record: Record) -> None:
+    _key(record, "check", lambda v: v is None or _is_object(v), "an object or null")
+    if record["check"] is not None:
+        for key in ("rel_l2", "worst_row", "lse_err"):
+            _key(record["check"], key, _is_number_or_none, "a number or null", "check.")
+        _key(record["check"], "finite", _is_bool, "true or false", "check.")
 
 
 def _check_timing(timing: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from harness import record
+from harness.families import FAMILY_NAMES
 from harness.record import READ_CEILING, STREAM_READ, Record
 from harness.study import Case, Entry, Study
 from harness.worker import (
     BOUND,
     DEADLINE_S,
     Ceiling,
+    Examine,
     Measure,
     Ready,
     Row,
     Setup,
     Step,
+    Task,
     WorkerLost,
     WorkerPool,
 )
 
 RECORDS_FILE = "records.jsonl"
+CHECKS_FILE = "checks.jsonl"
+"""Where ``check`` leaves its records, beside those of the runs."""
 
 VOLATILE = ("clocks",)
 """Keys of a run's environment that change by themselves, and do not make it another environment."""
@@ -146,9 +152,8 @@ def run_study(
                     case,
                     study.entries,
                     unavailable,
+                    task=partial(_measure, case, ceiling_gbps),
                     bound=ready.has_bound,
-                    timed=True,
-                    ceiling_gbps=ceiling_gbps,
                     on_row=writer.add,
                     display=display,
                 )
@@ -162,15 +167,21 @@ def check_study(
     study: Study,
     *,
     device: str | None = None,
+    families: Sequence[str] = FAMILY_NAMES,
+    records: Path | None = None,
     setup: Setup | None = None,
     deadline_s: float = DEADLINE_S,
     console: Console | None = None,
 ) -> tuple[Outcome, ...]:
-    """Check every implementation on every case against the reference, without timing or records.
+    """Put every implementation on every case through the probes of :mod:`harness.probes`, without timing.
 
     Args:
         study: what to check.
         device: as for :func:`run_study`.
+        families: of inputs, some of :data:`harness.families.FAMILY_NAMES`; the first also serves the probes of
+            memory and state.
+        records: where to write ``kind: check`` records, each case's in the place of its older ones; None
+            writes none.
         setup: as for :func:`run_study`.
         deadline_s: as for :func:`run_study`.
         console: as for :func:`run_study`.
@@ -186,7 +197,8 @@ def check_study(
         WorkerPool(_setup(setup, device), deadline_s) as pool,
         _Display(console, total=len(study.cases) * len(study.entries)) as display,
     ):
-        _start(pool)
+        ready = _start(pool)
+        run = record.run_record(record.new_run_id(), study.name, ready.env)
         unavailable = _load_all(pool, study.entries, display)
         for case in study.cases:
             found: list[Row] = []
@@ -195,14 +207,13 @@ def check_study(
                 case,
                 study.entries,
                 unavailable,
+                task=partial(_examine, case, tuple(families)),
                 bound=False,
-                timed=False,
-                ceiling_gbps=None,
                 on_row=found.append,
                 display=display,
             )
             rows = {row.who: row for row in found}
-            outcomes += (
+            of_case = [
                 Outcome(
                     case=case.name,
                     entry=entry,
@@ -212,7 +223,11 @@ def check_study(
                     check=rows[who].check,
                 )
                 for who, entry in enumerate(study.entries)
-            )
+            ]
+            outcomes += of_case
+            if records is not None:
+                made = [_check_record(run["run_id"], case, outcome) for outcome in of_case]
+                record.replace_cases(records, [run, *made])
     return tuple(outcomes)
 
 
@@ -244,13 +259,15 @@ def _run_case(
     entries: Sequence[Entry],
     unavailable: Mapping[str, str],
     *,
+    task: Callable[[Mapping[int, Entry], bool], Task],
     bound: bool,
-    timed: bool,
-    ceiling_gbps: float | None,
     on_row: Callable[[Row], None],
     display: _Display,
 ) -> None:
-    """Exactly one row for each entry, and for the bound if it is wanted, whatever dies on the way."""
+    """Exactly one row for each entry, and for the bound if it is wanted, whatever dies on the way.
+
+    ``task`` makes the worker's task, given the entries that have no row yet and whether the bound lacks one.
+    """
     waiting = {*range(len(entries)), *([BOUND] if bound else [])}
     names = {who: STREAM_READ if who == BOUND else entries[who].impl for who in waiting}
 
@@ -263,15 +280,9 @@ def _run_case(
         if entry.impl in unavailable:
             settle(Row(who=who, status="unavailable", reason=unavailable[entry.impl]))
     while waiting:
-        task = Measure(
-            case=case,
-            entries={who: entry for who, entry in enumerate(entries) if who in waiting},
-            bound=BOUND in waiting,
-            timed=timed,
-            ceiling_gbps=ceiling_gbps,
-        )
+        left = {who: entry for who, entry in enumerate(entries) if who in waiting}
         try:
-            for message in pool.ask(task):
+            for message in pool.ask(task(left, BOUND in waiting)):
                 if isinstance(message, Row):
                     settle(message)
                 elif isinstance(message, Step):
@@ -281,6 +292,15 @@ def _run_case(
             # Whose step it was pays for it; where it was nobody's, nobody can have a result.
             for who in sorted(waiting) if lost.who is None else [lost.who]:
                 settle(Row(who=who, status="failed", reason=lost.reason))
+
+
+def _measure(case: Case, ceiling_gbps: float | None, entries: Mapping[int, Entry], bound: bool) -> Measure:
+    return Measure(case=case, entries=entries, bound=bound, timed=True, ceiling_gbps=ceiling_gbps)
+
+
+def _examine(case: Case, families: tuple[str, ...], entries: Mapping[int, Entry], bound: bool) -> Examine:
+    assert not bound
+    return Examine(case=case, entries=entries, families=families)
 
 
 def _ceiling(pool: WorkerPool, journal: _Journal, display: _Display) -> float | None:
@@ -401,9 +421,6 @@ class _CaseWriter:
 
 
 def _record(run_id: str, row: Row, *, impl: str, case: Case | None = None, entry: Entry | None = None) -> Record:
-    config = dict(row.config or {})
-    if entry is not None and entry.tuning:
-        config["asked"] = dict(entry.tuning)
     return record.measurement_record(
         run_id=run_id,
         case=case.name if case else None,
@@ -413,12 +430,32 @@ def _record(run_id: str, row: Row, *, impl: str, case: Case | None = None, entry
         reason=row.reason,
         problem=case.problem if case else None,
         seed=case.seed if case else None,
-        config=config,
+        config=_config(row.config, entry),
         compile_ms=row.compile_ms,
         plan_us=row.plan_us,
         check=row.check,
         timing=row.timing,
     )
+
+
+def _check_record(run_id: str, case: Case, outcome: Outcome) -> Record:
+    return record.check_record(
+        run_id=run_id,
+        case=case.name,
+        impl=outcome.entry.impl,
+        status=outcome.status,
+        reason=outcome.reason,
+        problem=case.problem,
+        seed=case.seed,
+        config=_config(outcome.config, outcome.entry),
+        check=outcome.check,
+    )
+
+
+def _config(config: Mapping[str, Any] | None, entry: Entry | None) -> dict[str, Any]:
+    """A plan's config, with what was asked for where anything was: it tells entries of one implementation apart."""
+    asked = {"asked": dict(entry.tuning)} if entry is not None and entry.tuning else {}
+    return {**(config or {}), **asked}
 
 
 def _stable(env: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,9 @@ class SplitKVPlan:
         tiles_per_split: CTAs that one split launches: KV heads times head tiles.
         min_keys: ``auto`` plans no split shorter than this.
 
+    Attributes:
+        split_counts: ``[B]`` splits of each sequence, from which a check knows where the edges are.
+
     Raises:
         PlanRefused: if the workspace would exceed ``workspace_budget_bytes``.
         ValueError: for a choice out of range.
@@ -80,6 +83,7 @@ class SplitKVPlan:
             raise PlanRefused(
                 f"workspace: expected <= {budget} bytes (workspace_budget_bytes), got {workspace_bytes}"
             )
+        self.split_counts: tuple[int, ...] = tuple(counts.tolist())
         self._problem = problem
         self._device = device
         self._items = torch.from_numpy(table.items).to(device)  # [splits, 4]

@@ -229,7 +229,24 @@ def test_check_prints_the_matrix_and_the_reasons(
         ["triton-splitkv", "num_splits=8", "ok", "1"],
         ["triton-splitkv", "num_splits=8", "unsupported", "1", "unsupported", "[0]", "because"],
         ["torch-sdpa", "unavailable", "2", "unavailable", "[0]", "because"],
+        ["records", "are", "in", "reports/mine/checks.jsonl"],
     ]
+
+
+def test_check_takes_known_families_alone(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[str]] = []
+
+    def check(study: Study, *, families: list[str], **_: Any) -> tuple[Outcome, ...]:
+        asked.append(families)
+        return ()
+
+    monkeypatch.setattr(harness.cli, "check_study", check)
+    exit_code("check", study, "--families", "needles,exact")
+    assert asked == [["needles", "exact"]]
+    assert exit_code("check", study, "--families", "needles,gauss") == 2
+    assert "--families: expected some of normal, needles, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -267,7 +284,7 @@ def test_doctor_shows_the_environment_and_every_implementation(
 ) -> None:
     asked: list[str] = []
 
-    def check(study: Study, *, device: str, console: object) -> tuple[Outcome, ...]:
+    def check(study: Study, *, device: str, families: tuple[str, ...], console: object) -> tuple[Outcome, ...]:
         asked.append(device)
         statuses = ["unavailable" if entry.impl == "flash-attn-2" else "ok" for entry in study.entries]
         outcomes: tuple[Outcome, ...] = fake_check(*statuses * len(study.cases))(study)
