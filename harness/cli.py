@@ -20,7 +20,7 @@ from harness.families import FAMILY_NAMES
 from harness.record import STATUSES, RecordError
 from harness.runner import CHECKS_FILE, Outcome, RunError, check_study, run_study
 from harness.study import Case, Entry, Study, StudyError, expand_study, find_study, load_study, study_folder
-from harness.worker import Setup, WorkerLost, WorkerPool
+from harness.worker import METHODS, Setup, WorkerLost, WorkerPool
 from impls.catalog import IMPLS, OURS
 from impls.problem import DTYPE_BYTES, DecodeProblem
 
@@ -69,6 +69,10 @@ class Device(StrEnum):
 
     cpu = "cpu"
     cuda = "cuda"
+
+
+def _methods() -> str:
+    return "; ".join(f"{', '.join(methods)} on {device}" for device, methods in METHODS.items())
 
 
 StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="The study.", show_default=False)]
@@ -132,6 +136,14 @@ def check(
 def run(
     study: StudyArgument,
     device: DeviceOption = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"How to time: {_methods()}. Each but the first of a device has a record file of its own.",
+            show_default=False,
+        ),
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run; measure every case.")] = False,
     require: Annotated[
         list[str] | None,
@@ -152,7 +164,7 @@ def run(
     for name in required:
         if name not in in_study:
             raise StudyError(f"--require: expected {OUR_NAME} or one of {', '.join(in_study)}, got {name!r}")
-    summary = run_study(loaded, device=device, fresh=fresh, console=progress)
+    summary = run_study(loaded, device=device, method=method, fresh=fresh, console=progress)
     rows = sorted(summary.rows, key=lambda row: in_study.index(row["impl"]))
     console.print(_tally((row["impl"], row["status"], row["reason"]) for row in rows))
     console.print(f"{summary.run_id} is in {summary.records}", soft_wrap=True)

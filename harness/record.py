@@ -63,18 +63,34 @@ def new_run_id() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
 
 
-def run_record(run_id: str, study_name: str, env: Mapping[str, Any]) -> Record:
+def records_file(method: str | None = None) -> str:
+    """The name of a study's record file, by how its runs were timed.
+
+    Times of different methods are never compared, so each method has a file of its own; None means the
+    method that a device has by default.
+    """
+    return "records.jsonl" if method is None else f"records-{method}.jsonl"
+
+
+def run_record(
+    run_id: str, study_name: str, env: Mapping[str, Any], *, smallest_effect: float | None = None
+) -> Record:
     """The record of one run's environment; it comes before the run's other records.
 
     Args:
         run_id: from :func:`new_run_id`.
         study_name: the study that is run.
         env: what identifies device and software; JSON values, may be nested.
+        smallest_effect: the difference of two times, as a share, that the study calls the smallest that
+            matters; None leaves it to the reader.
 
     Raises:
         RecordError: naming the key, what was expected and what was got.
     """
-    return validate({"kind": "run", "schema": SCHEMA, "run_id": run_id, "study": study_name, "env": dict(env)})
+    stated = {} if smallest_effect is None else {"smallest_effect": smallest_effect}
+    return validate(
+        {"kind": "run", "schema": SCHEMA, "run_id": run_id, "study": study_name, **stated, "env": dict(env)}
+    )
 
 
 def measurement_record(

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from harness import record
 from harness.families import FAMILY_NAMES
-from harness.record import READ_CEILING, STREAM_READ, Record
+from harness.record import READ_CEILING, STREAM_READ, Record, records_file
 from harness.study import Case, Entry, Study
 from harness.worker import (
     BOUND,
@@ -37,9 +37,9 @@ from harness.worker import (
     Task,
     WorkerLost,
     WorkerPool,
+    default_method,
 )
 
-RECORDS_FILE = "records.jsonl"
 CHECKS_FILE = "checks.jsonl"
 """Where ``check`` leaves its records, beside those of the runs."""
 
@@ -112,12 +112,13 @@ def run_study(
     study: Study,
     *,
     device: str | None = None,
+    method: str | None = None,
     fresh: bool = False,
     setup: Setup | None = None,
     deadline_s: float = DEADLINE_S,
     console: Console | None = None,
 ) -> RunSummary:
-    """Run a study, or what is left of it, and append its records to ``records.jsonl`` in its folder.
+    """Run a study, or what is left of it, and append its records to the method's file in its folder.
 
     The last run in that file is continued if its environment is the present one: cases that it has
     recorded completely, as they are asked for now, are not run again. The others are run whole, and take
@@ -126,6 +127,7 @@ def run_study(
     Args:
         study: what to run.
         device: ``cpu`` or ``cuda``; None takes CUDA where there is a device, else the CPU.
+        method: of timing, one of the device's :data:`harness.worker.METHODS`; None takes the default.
         fresh: begin a new run and measure every case.
         setup: implementations, timer and bound in place of the real ones; ``device`` goes before its.
         deadline_s: the longest one step may take before its process is killed.
@@ -135,9 +137,13 @@ def run_study(
         RunError: if no worker starts, e.g. because CUDA was asked for and is not there.
         harness.record.RecordError: if the records file holds something else.
     """
-    path = study.folder / RECORDS_FILE
-    with WorkerPool(_setup(setup, device), deadline_s) as pool:
+    chosen = _setup(setup, device)
+    if method is not None:
+        chosen = replace(chosen, method=method)
+    with WorkerPool(chosen, deadline_s) as pool:
         ready = _start(pool)
+        by_default = chosen.method in (None, default_method(ready.device))
+        path = study.folder / records_file(None if by_default else chosen.method)
         journal = _Journal.open(path, study, ready, fresh=fresh)
         todo = [case for case in study.cases if not journal.is_complete(case, study.entries, ready)]
         with _Display(console, total=len(todo) * len(study.entries)) as display:
@@ -345,11 +351,13 @@ class _Journal:
         runs = [r for r in records if r["kind"] == "run"]
         if runs and not fresh:
             last = runs[-1]
-            if last["study"] == study.name and _stable(last["env"]) == _stable(ready.env):
+            same = last["study"] == study.name and _stable(last["env"]) == _stable(ready.env)
+            if same and last.get("smallest_effect") == study.smallest_effect:
                 rows = [r for r in measured if r["run_id"] == last["run_id"]]
                 return cls(path, last["run_id"], rows, cases)
         run_id = record.new_run_id()
-        record.append(path, record.run_record(run_id, study.name, ready.env))
+        made = record.run_record(run_id, study.name, ready.env, smallest_effect=study.smallest_effect)
+        record.append(path, made)
         return cls(path, run_id, [], cases)
 
     def is_complete(self, case: Case, entries: Sequence[Entry], ready: Ready) -> bool:

@@ -5,6 +5,7 @@
     title = "Decode attention on one GPU"
     dtype = "bfloat16"                          # of every case that states none; default bfloat16
     seed = 0                                    # likewise; default 0
+    smallest_effect = 0.01                      # a difference of times below this share is a tie; default 1 %
     impls = ["tilelang-splitkv", {impl = "triton-splitkv", num_splits = 8}]     # default: the whole catalog
 
     [[case]]
@@ -48,7 +49,10 @@ REPORTS = Path("reports")
 
 STUDY_FILE = "study.toml"
 
-_STUDY_KEYS = ("title", "dtype", "seed", "impls", "case")
+SMALLEST_EFFECT = 0.01
+"""What a study takes for the smallest difference that matters unless it states another."""
+
+_STUDY_KEYS = ("title", "dtype", "seed", "smallest_effect", "impls", "case")
 _CASE_KEYS = (
     "name", "kv_lens", "heads_q", "heads_kv", "head_dim", "model", "tp", "dtype", "scale", "seed", "source",
 )  # fmt: skip
@@ -99,6 +103,8 @@ class Study:
         cases: at least one, names unique.
         entries: at least one, no two alike.
         path: the TOML file.
+        smallest_effect: the difference of two times, as a share of the smaller, below which they count as
+            equal.
     """
 
     name: str
@@ -106,6 +112,7 @@ class Study:
     cases: tuple[Case, ...]
     entries: tuple[Entry, ...]
     path: Path
+    smallest_effect: float = SMALLEST_EFFECT
 
     @property
     def folder(self) -> Path:
@@ -162,6 +169,9 @@ def load_study(where: str | Path) -> Study:
         title = data.get("title", name)
         if not isinstance(title, str):
             raise StudyError(f"title: expected a string, got {title!r}")
+        effect = data.get("smallest_effect", SMALLEST_EFFECT)
+        if isinstance(effect, bool) or not isinstance(effect, int | float) or not 0 <= effect < 1:
+            raise StudyError(f"smallest_effect: expected a share from 0 to 1, got {effect!r}")
         entries = _read_entries(data.get("impls", list(IMPLS)))
         tables = data.get("case", [])
         if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
@@ -177,7 +187,9 @@ def load_study(where: str | Path) -> Study:
                 raise StudyError(f"case {table.get('name', f'number {i + 1}')!r}: {error}") from error
     except StudyError as error:
         raise StudyError(f"{path}: {error}") from error
-    return Study(name=name, title=title, cases=tuple(cases), entries=entries, path=path)
+    return Study(
+        name=name, title=title, cases=tuple(cases), entries=entries, path=path, smallest_effect=float(effect)
+    )
 
 
 def expand_study(study: Study) -> str:
@@ -187,6 +199,8 @@ def expand_study(study: Study) -> str:
     cases and entries again.
     """
     lines = [f"title = {_toml(study.title)}"]
+    if study.smallest_effect != SMALLEST_EFFECT:
+        lines.append(f"smallest_effect = {_toml(study.smallest_effect)}")
     if study.entries != _read_entries(list(IMPLS)):
         lines += ["impls = [", *(f"    {_toml_entry(entry)}," for entry in study.entries), "]"]
     for case in study.cases:

@@ -13,9 +13,8 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
-from harness import cost
-from harness.record import READ_CEILING, STATUSES, STREAM_READ, Record, RecordError, read
-from harness.stats import median_interval
+from harness import cost, stats
+from harness.record import READ_CEILING, STATUSES, STREAM_READ, Record, RecordError, read, records_file
 from impls.catalog import IMPLS, OURS
 from impls.problem import DecodeProblem
 
@@ -56,9 +55,27 @@ COLUMNS: Mapping[str, type] = {
     "share": float,
     "share_low": float,
     "share_high": float,
+    "share_rounds": object,
     "slowdown": float,
+    "slowdown_low": float,
+    "slowdown_high": float,
+    "slowdown_rounds": object,
+    "tied": object,
     "ahead": float,
+    "ahead_low": float,
+    "ahead_high": float,
+    "ahead_rounds": object,
     "peer": str,
+    "verdict": str,
+    "host_launch_us": float,
+    "host_total_us": float,
+    "profiled_us": float,
+    "traced_us": float,
+    "main_us": float,
+    "others_us": float,
+    "gap_us": float,
+    "between_us": float,
+    "kernel_names": object,
     "compile_ms": float,
     "plan_us": float,
     "num_splits": object,
@@ -91,8 +108,12 @@ class Comparison:
             of ``cases`` and ``series``. Times are µs (``us`` is a median, ``us_low`` and ``us_high`` its
             95 % interval) and are there for status ``ok`` alone; sizes are bytes. ``share`` is the bound's
             time over this one, in %; ``slowdown`` this time over that of the case's fastest
-            implementation; ``ahead`` the time of the case's fastest ``peer`` over this one, for the
-            kernels of this project.
+            implementation, and ``tied`` whether :func:`harness.stats.verdict` calls that a tie; ``ahead``
+            the time of the case's fastest ``peer`` over this one, for the kernels of this project, and
+            ``verdict`` what that makes this one. Each of the three has its interval in ``_low`` and
+            ``_high``, and its values round by round in ``_rounds``. What ``profiled_us`` (a call, untraced)
+            consists of is from a run of method ``kernels``: the longest kernel in ``main_us``, all others in
+            ``others_us``, ``gap_us`` among them and ``between_us`` to the next call, in all ``traced_us``.
         ceilings: the device's read ceiling in GB/s, by run id.
     """
 
@@ -102,6 +123,11 @@ class Comparison:
     series: tuple[str, ...]
     rows: pd.DataFrame
     ceilings: Mapping[str, float]
+
+    @property
+    def smallest_effect(self) -> float:
+        """The difference, as a share, below which a verdict is a tie; the largest that a run states."""
+        return max(map(smallest_effect, self.runs))
 
     @property
     def impls(self) -> pd.DataFrame:
@@ -127,6 +153,12 @@ class Comparison:
 def each(rows: pd.DataFrame) -> Iterable[Any]:
     """The rows one by one, a column an attribute."""
     return rows.itertuples()
+
+
+def smallest_effect(run: Record) -> float:
+    """The difference, as a share, that a run's study calls the smallest that matters."""
+    effect: float = run.get("smallest_effect", stats.SMALLEST_EFFECT)
+    return effect
 
 
 def impl_of(label: str) -> str:
@@ -157,6 +189,7 @@ def load(folders: Sequence[Path]) -> Comparison:
         records = read(path)
         runs |= {r["run_id"]: r for r in records if r["kind"] == "run"}
         newest = _newest(r for r in records if r["kind"] == "measurement")
+        profiles = _profiles(folder)
         if all(record["impl"] == READ_CEILING for record in newest):
             raise RecordError(f"{path}: expected measurements of a case, got {len(records)} other records")
         for record in newest:
@@ -167,7 +200,8 @@ def load(folders: Sequence[Path]) -> Comparison:
                     ceilings[record["run_id"]] = cost.gbps(record["config"]["bytes"], us)
                 continue
             case = record["case"] if len(folders) == 1 else f"{folder.name}/{record['case']}"
-            rows.append(_row(record) | {"study": folder.name, "case": case})
+            parts = profiles.get((record["case"], _label(record)), {})
+            rows.append(_row(record) | parts | {"study": folder.name, "case": case})
 
     first: dict[str, Row] = {}
     for row in rows:
@@ -175,7 +209,7 @@ def load(folders: Sequence[Path]) -> Comparison:
     cases = tuple(sorted(first, key=lambda case: int(first[case]["kv_bytes"])))
     series = _series(rows)
     rows = _in_order(rows, first, cases, series)
-    _add_ratios(rows)
+    _add_ratios(rows, {run_id: smallest_effect(run) for run_id, run in runs.items()})
     used = {row["run_id"] for row in rows}
     return Comparison(
         name=" + ".join(folder.name for folder in folders),
@@ -220,6 +254,28 @@ def _row(record: Record) -> Row:
     return row
 
 
+def _profiles(folder: Path) -> dict[tuple[str, str], Row]:
+    """(case, label) -> where the time of its calls went, as far as a run of method ``kernels`` told."""
+    path = folder / records_file("kernels")
+    if not path.exists():
+        return {}
+    profiles = {}
+    for record in _newest(r for r in read(path) if r["kind"] == "measurement"):
+        found = (record["timing"] or {}).get("breakdown")
+        if found is not None and record["status"] == "ok" and record["case"] is not None:
+            times = [kernel["us"] for kernel in found["kernels"]]
+            profiles[record["case"], _label(record)] = {
+                "profiled_us": found["total_us"],
+                "traced_us": found["traced_us"],
+                "main_us": max(times),
+                "others_us": sum(times) - max(times),
+                "gap_us": found["gap_us"],
+                "between_us": found["between_us"],
+                "kernel_names": tuple(kernel["name"] for kernel in found["kernels"]),
+            }
+    return profiles
+
+
 def _settings(config: Mapping[str, Any]) -> str | None:
     """What a plan came to beyond the columns of its own and what varies with the lengths, as text."""
     apart = ("asked", "num_splits", "splits_max", "work_items", "splits_note", "workspace_bytes")
@@ -234,12 +290,14 @@ def _times(record: Record) -> Row:
     finite = [s for s in timing["samples"] if s["us"] is not None]
     throttled = sum(bool(s["throttled"]) for s in finite)
     # Where every sample was throttled, their median is still the best that is known; the count says so.
-    used = [s["us"] for s in finite if not s["throttled"] or throttled == len(finite)]
+    used = {s["round"]: s["us"] for s in finite if not s["throttled"] or throttled == len(finite)}
     times: Row = {key: timing[key] for key in ("method", "cache", "working_set_bytes", "kernels")}
+    host = timing.get("host") or {}
     times |= {"n": len(used), "n_throttled": throttled}
+    times |= {"host_launch_us": host.get("launch_us"), "host_total_us": host.get("end_to_end_us")}
     if record["status"] == "ok" and used:
-        estimate = median_interval(used)
-        times |= {"us": estimate.median, "us_low": estimate.low, "us_high": estimate.high}
+        estimate = stats.median_interval(list(used.values()))
+        times |= {"us": estimate.median, "us_low": estimate.low, "us_high": estimate.high, "samples": used}
     return times
 
 
@@ -271,7 +329,7 @@ def _in_order(
     return ordered
 
 
-def _add_ratios(rows: Iterable[Row]) -> None:
+def _add_ratios(rows: Iterable[Row], smallest_effects: Mapping[str, float]) -> None:
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row.get("us") is not None:
@@ -280,16 +338,30 @@ def _add_ratios(rows: Iterable[Row]) -> None:
     for group in groups.values():
         bound = next((row for row in group if row["impl"] == STREAM_READ), None)
         impls = [row for row in group if row["role"] == "impl"]
-        best_us = min((row["us"] for row in impls), default=None)
+        best = min(impls, key=lambda row: row["us"], default=None)
         peer = min((row for row in impls if row["impl"] not in OURS), key=lambda row: row["us"], default=None)
         for row in impls:
-            row["slowdown"] = row["us"] / best_us
+            smallest = smallest_effects[row["run_id"]]
+            if best is not None and (slowdown := _set_ratio(row, "slowdown", row, best)) is not None:
+                row["tied"] = stats.verdict(slowdown, smallest) == stats.TIE
             if bound is not None:
-                row["share"] = 100 * bound["us"] / row["us"]
-                row["share_low"] = 100 * bound["us"] / row["us_high"]
-                row["share_high"] = 100 * bound["us"] / row["us_low"]
+                _set_ratio(row, "share", bound, row, factor=100)
             if peer is not None and row["impl"] in OURS:
-                row |= {"ahead": peer["us"] / row["us"], "peer": peer["label"]}
+                ahead = _set_ratio(row, "ahead", peer, row)
+                if ahead is not None:
+                    row |= {"peer": peer["label"], "verdict": stats.verdict(ahead.inverse(), smallest)}
+
+
+def _set_ratio(row: Row, name: str, over: Row, under: Row, *, factor: float = 1.0) -> stats.Estimate | None:
+    """Put ``factor`` times the time of ``over`` over that of ``under`` into a row, paired by round."""
+    ratio = stats.ratio_interval(over["samples"], under["samples"])
+    if ratio is None:
+        return None
+    ratio = ratio.scaled(factor)
+    row |= {name: ratio.median, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
+    shared = sorted(over["samples"].keys() & under["samples"].keys())
+    row[f"{name}_rounds"] = [factor * over["samples"][i] / under["samples"][i] for i in shared]
+    return ratio
 
 
 def _frame(rows: Sequence[Row]) -> pd.DataFrame:

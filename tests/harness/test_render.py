@@ -71,10 +71,14 @@ def test_a_row_is_a_median_its_rates_and_its_ratios(tmp_path: Path) -> None:
     assert row["gbps"] == pytest.approx(33_570_816 / row["us"] / 1e3)
     assert row["tflops"] == pytest.approx(4 * 32 * 8192 * 128 / row["us"] / 1e6)
     assert bound["gbps"] == pytest.approx(33_554_432 / bound["us"] / 1e3)
-    assert row["share"] == pytest.approx(100 * bound["us"] / row["us"])
+    # Ratios are paired by round, so they are not exactly those of the medians.
+    assert row["share"] == pytest.approx(100 * bound["us"] / row["us"], rel=0.005)
     assert row["slowdown"] == 1.0
-    assert peer["slowdown"] == pytest.approx(peer["us"] / row["us"])
-    assert (row["peer"], row["ahead"]) == ("flash-attn-3", pytest.approx(peer["us"] / row["us"]))
+    assert peer["slowdown"] == pytest.approx(peer["us"] / row["us"], rel=0.005)
+    assert (row["peer"], row["ahead"]) == ("flash-attn-3", pytest.approx(peer["us"] / row["us"], rel=0.005))
+    assert row["ahead_low"] < row["ahead"] < row["ahead_high"]
+    assert row["share_low"] < row["share"] < row["share_high"]
+    assert (row["verdict"], row["tied"], peer["tied"]) == ("faster", True, False)
     assert np.isnan(peer["ahead"])
 
 
@@ -134,6 +138,37 @@ def test_throttled_samples_are_counted_and_left_out(tmp_path: Path) -> None:
     row = row_of(of(tmp_path, records), "b1_8k", "triton-splitkv")
     assert (row["n"], row["n_throttled"]) == (len(samples) - 8, 8)
     assert row["us_high"] < 100
+
+
+def test_a_difference_under_the_smallest_that_matters_is_a_tie(tmp_path: Path) -> None:
+    records = fake.gpu_records({"b1_8k": fake.GPU_CASES["b1_8k"]})
+    ours = next(r for r in records if r.get("impl") == "triton-splitkv")
+    peer = next(r for r in records if r.get("impl") == "flash-attn-3")
+    for sample, other in zip(ours["timing"]["samples"], peer["timing"]["samples"], strict=True):
+        other["us"] = 1.02 * sample["us"]
+    assert row_of(of(tmp_path / "a", records), "b1_8k", "triton-splitkv")["verdict"] == "faster"
+    records[0]["smallest_effect"] = 0.03
+    row = row_of(of(tmp_path / "b", records), "b1_8k", "triton-splitkv")
+    assert (row["verdict"], row["ahead"]) == ("tie", pytest.approx(1.02))
+
+
+def test_a_profile_is_joined_to_its_row_and_never_compared(tmp_path: Path) -> None:
+    folder = fake.write(tmp_path / "study", fake.gpu_records({"b1_8k": fake.GPU_CASES["b1_8k"]}))
+    profiled = next(r for r in fake.gpu_records(run_id="run-9") if r.get("impl") == "triton-splitkv")
+    profiled = profiled | {"case": "b1_8k", "timing": profiled["timing"] | {"method": "kernels"}}
+    profiled["timing"]["breakdown"] = {
+        "calls": 9,
+        "kernels": [{"name": "split", "us": 10.0}, {"name": "combine", "us": 2.0}],
+        "gap_us": 0.5,
+        "between_us": 1.0,
+        "traced_us": 13.5,
+        "total_us": 13.4,
+    }
+    rec.append(folder / "records-kernels.jsonl", profiled)
+    row = row_of(load([folder]), "b1_8k", "triton-splitkv")
+    assert (row["main_us"], row["others_us"], row["gap_us"], row["between_us"]) == (10.0, 2.0, 0.5, 1.0)
+    assert (row["traced_us"], row["profiled_us"]) == (13.5, 13.4)
+    assert (row["method"], row["run_id"]) == ("graph", "20261130T101500Z-3fa2")
 
 
 def test_two_entries_of_one_implementation_are_two_series(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_a_bad_case_is_named_with_file_and_key(
         ("title = 1", "title: expected a string, got 1"),
         (
             "titel = 'T'",
-            "titel: expected the keys of a study (title, dtype, seed, impls, case), got an unknown one",
+            "titel: expected the keys of a study (title, dtype, seed, smallest_effect, impls, case), got an unknown one",
         ),
         ("title = 'no cases'", "case: expected at least one [[case]] table, got []"),
         ("case = 3", "case: expected at least one [[case]] table, got 3"),
