@@ -13,15 +13,18 @@ from torch import Tensor
 
 from impls.contract import DecodeInputs, DecodeOutput, PlanRefused, Scalar, empty_output
 from impls.problem import DecodeProblem
-from impls.splits import equal_counts, make_table, proportional_counts
+from impls.splits import balanced_counts, equal_counts, make_table, proportional_counts
 
 SPLIT_TUNING: Mapping[str, Scalar] = {
     "num_splits": "auto",
-    "waves": 1,
+    "waves": None,
     "workspace_budget_bytes": 2 << 30,
 }
-"""What a caller may choose about splits: an integer or ``"auto"``; CTAs per SM that ``auto`` plans for; and the
-largest workspace allowed."""
+"""What a caller may choose about splits: an integer or ``"auto"``; the rounds of CTAs that ``auto`` plans for,
+None for whichever ends first; and the largest workspace allowed."""
+
+CTA_OVERHEAD_BYTES = 136 << 10
+"""What starting and ending a CTA costs, as bytes that an SM could have read meanwhile: about 4 µs on an H200."""
 
 
 def positive(choice: Mapping[str, Scalar], key: str, default: int | None = None) -> int:
@@ -67,7 +70,9 @@ class SplitKVPlan:
         tiles_per_split: int,
         min_keys: int,
     ) -> None:
-        if choice["num_splits"] == "auto":
+        if choice["num_splits"] != "auto":
+            counts = equal_counts(problem.kv_lens, positive(choice, "num_splits"))
+        elif choice["waves"] is not None:
             counts = proportional_counts(
                 problem.kv_lens,
                 tiles_per_split=tiles_per_split,
@@ -75,7 +80,13 @@ class SplitKVPlan:
                 min_keys=min_keys,
             )
         else:
-            counts = equal_counts(problem.kv_lens, positive(choice, "num_splits"))
+            counts = balanced_counts(
+                problem.kv_lens,
+                tiles_per_split=tiles_per_split,
+                ctas=sm_count,
+                min_keys=min_keys,
+                overhead=CTA_OVERHEAD_BYTES // (2 * problem.head_dim * problem.element_bytes),
+            )
         table = make_table(problem.kv_lens, counts)
         workspace_bytes = table.workspace_bytes(problem.heads_q, problem.head_dim)
         budget = positive(choice, "workspace_budget_bytes")

@@ -10,6 +10,8 @@ Every key belongs to exactly one split, and no two splits of a sequence differ b
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,12 @@ DIRECT = -1
 
 MAX_SPLITS = 128
 """The most splits that ``auto`` gives one sequence."""
+
+WAVES = (1, 1.5, 2, 3, 4)
+"""Rounds of CTAs that ``auto`` considers for sequences of different lengths."""
+
+WORTHWHILE = 0.98
+"""More rounds, and so more partials to merge, are chosen only where they end this much earlier."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,58 @@ def proportional_counts(kv_lens: Sequence[int], *, tiles_per_split: int, slots: 
     chunk = max(min_keys, -(-int(lens.sum()) * tiles_per_split // slots), 1)
     counts = (2 * lens + chunk) // (2 * chunk)  # round half up, in integers
     return np.clip(counts, 1, MAX_SPLITS).astype(np.int32)
+
+
+def balanced_counts(
+    kv_lens: Sequence[int], *, tiles_per_split: int, ctas: int, min_keys: int, overhead: int
+) -> IntArray:
+    """The :func:`proportional_counts` under which the device's last CTA is expected to end first.
+
+    One round of CTAs is best where it can be filled evenly: every further one costs another start and end.
+    Among sequences of different lengths, the longest splits of a single round leave the other CTAs waiting,
+    and shorter splits, handed out longest first, even that out. :func:`makespan` tells which it is.
+
+    Args:
+        kv_lens: keys of each sequence.
+        tiles_per_split: CTAs that one split launches: KV heads times head tiles.
+        ctas: CTAs that the device runs at once.
+        min_keys: no split is planned shorter than this (a tile of the kernel).
+        overhead: what starting and ending a CTA costs, in keys.
+
+    Returns:
+        ``[B]`` int32, each at least 1.
+    """
+    lens = np.asarray(kv_lens, dtype=np.int64)
+    uneven = len(lens) > 1 and int(lens.min()) < int(lens.max())
+    best, least = None, math.inf
+    for waves in WAVES if uneven else WAVES[:1]:
+        counts = proportional_counts(
+            kv_lens, tiles_per_split=tiles_per_split, slots=int(ctas * waves), min_keys=min_keys
+        )
+        if best is not None and np.array_equal(counts, best):
+            continue
+        keys = np.repeat(-(-lens // counts) + overhead, counts)
+        end = makespan(np.sort(keys)[::-1].tolist(), copies=tiles_per_split, ctas=ctas)
+        if end < WORTHWHILE * least:
+            best, least = counts, end
+    assert best is not None
+    return best
+
+
+def makespan(keys: Sequence[int], *, copies: int, ctas: int) -> int:
+    """When the last CTA ends if each split goes to whichever CTA is free first, in keys read by one CTA.
+
+    Args:
+        keys: of each split, in the order in which they are launched.
+        copies: CTAs that each split launches, side by side.
+        ctas: CTAs that run at once.
+    """
+    shared = math.gcd(copies, ctas)  # copies run in step: so many of them count as one
+    free = [0] * (ctas // shared)
+    for n in keys:
+        for _ in range(copies // shared):
+            heapq.heapreplace(free, free[0] + n)
+    return max(free)
 
 
 def make_table(kv_lens: Sequence[int], counts: IntArray) -> SplitTable:

@@ -13,8 +13,8 @@ Small head groups use tiles of 16 rows and ``mma.sync``, the four warps side by 
 the head dim, P through shared memory; with 64 rows each warp owns 16 of them, P stays in registers, and on
 sm_90a both products are ``wgmma``.
 
-Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that about ``waves``
-times as many CTAs run as there are SMs (:func:`impls.splits.proportional_counts`); an integer gives every
+Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
+fills the SMs, or a few where lengths differ (:func:`impls.splits.balanced_counts`); an integer gives every
 sequence that many. The lengths reach the kernel only through the table, whose rows come from the same prefix
 sums as ``cu_seqlens_k``: one 16-byte row says where a CTA's keys are, without a chain of dependent loads.
 
@@ -292,14 +292,14 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
                     else:
                         lse[s] = -T.infinity(accum)
                 lse_max_prev = lse_max
-                for s in T.serial(block_s):
+                for s in T.unroll(block_s):
                     lse_max = T.max(lse_max, lse[s])
                 # All splits so far may be empty: then the maximum is -inf, and -inf - -inf is not a weight.
                 rescale = T.if_then_else(
                     lse_max_prev > -T.infinity(accum), T.exp2((lse_max_prev - lse_max) * LOG2_E), 0.0
                 )
                 logsum = logsum * rescale
-                for s in T.serial(block_s):
+                for s in T.unroll(block_s):
                     logsum += T.if_then_else(lse[s] > -T.infinity(accum), T.exp2((lse[s] - lse_max) * LOG2_E), 0.0)
                 for s, d in machine.parallel(block_s, dim):
                     partial[s, d] = T.if_then_else(

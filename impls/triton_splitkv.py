@@ -11,8 +11,9 @@ Tiling. Decode is bound by reading K and V, so the tile is chosen for bytes in f
 cores: from head dim 128 up, the buffers of K and V fill over half of an SM's shared memory, one CTA an SM;
 short work gets half of that, so that several CTAs hide each other's start and end (:func:`choose_tile`).
 
-Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that about one CTA
-runs on each SM (:func:`impls.splits.proportional_counts`); an integer gives every sequence that many.
+Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
+fills the SMs, or a few where lengths differ (:func:`impls.splits.balanced_counts`); an integer gives every
+sequence that many.
 
 Differences from TileLang's official GQA decode example (``example_gqa_decode.py``): K and V are packed and
 ragged instead of padded to one length with a mask tensor; splits follow the table instead of one count for

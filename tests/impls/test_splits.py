@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +13,11 @@ from impls.splits import (
     DIRECT,
     MAX_SPLITS,
     SplitTable,
+    balanced_counts,
     check_offsets,
     equal_counts,
     make_table,
+    makespan,
     proportional_counts,
 )
 
@@ -169,3 +172,40 @@ def test_offsets_are_refused_with_the_number(elements: int, refused: bool) -> No
     reason = check_offsets(elements, "k")
     assert (reason is not None) == refused
     assert reason is None or reason == f"k: expected element offsets <= {INT32_MAX} (int32), got {elements}"
+
+
+@given(LENS, st.sampled_from([1, 2, 4, 8, 32]), st.integers(1, 300), st.integers(1, 200))
+def test_balanced_counts_make_a_table_of_any_lengths(lens: list[int], tiles: int, ctas: int, min_keys: int) -> None:
+    counts = balanced_counts(lens, tiles_per_split=tiles, ctas=ctas, min_keys=min_keys, overhead=266)
+    table = make_table(lens, counts)
+    assert counts.shape == (len(lens),)
+    assert table.splits_max <= MAX_SPLITS
+    assert int(table.items[:, 2].sum()) == sum(lens)
+
+
+@given(st.integers(1, 40), st.integers(0, 100_000))
+def test_equal_lengths_get_one_round(batch: int, keys: int) -> None:
+    balanced = balanced_counts([keys] * batch, tiles_per_split=8, ctas=132, min_keys=128, overhead=266)
+    one_round = proportional_counts([keys] * batch, tiles_per_split=8, slots=132, min_keys=128)
+    assert balanced.tolist() == one_round.tolist()
+
+
+def test_a_long_tail_is_cut_finer_than_one_round_would() -> None:
+    """One round leaves half of the longest sequence as the last to end."""
+    lens = [30784, 17280, 16832, 15680, 8896] + [1500] * 59
+    one_round = proportional_counts(lens, tiles_per_split=8, slots=132, min_keys=128)
+    balanced = balanced_counts(lens, tiles_per_split=8, ctas=132, min_keys=128, overhead=266)
+
+    def end(counts: npt.NDArray[np.int32]) -> int:
+        keys = np.sort(make_table(lens, counts).items[:, 2] + 266)[::-1]
+        return makespan(keys.tolist(), copies=8, ctas=132)
+
+    assert balanced.max() > one_round.max()
+    assert end(balanced) < 0.9 * end(one_round)
+
+
+def test_makespan_hands_each_split_to_the_first_free_cta() -> None:
+    assert makespan([5, 4, 3, 2], copies=1, ctas=2) == 7  # 5 + 2 and 4 + 3
+    assert makespan([5, 4], copies=3, ctas=4) == 9  # one of the three 4s starts on the idle CTA, two after a 5
+    assert makespan([7], copies=8, ctas=132) == 7
+    assert makespan([], copies=8, ctas=132) == 0
