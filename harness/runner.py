@@ -230,10 +230,10 @@ def check_study(
                 )
                 for who, entry in enumerate(study.entries)
             ]
-            outcomes += of_case
             if records is not None:
                 made = [_check_record(run["run_id"], case, outcome) for outcome in of_case]
-                record.replace_cases(records, [run, *made])
+                record.replace_cases(records, made if outcomes else [run, *made])
+            outcomes += of_case
     return tuple(outcomes)
 
 

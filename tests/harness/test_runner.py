@@ -335,9 +335,9 @@ def test_a_worker_that_cannot_start_is_an_error_with_its_reason(tmp_path: Path) 
     assert not (tmp_path / "records.jsonl").exists()
 
 
-def test_checking_measures_and_records_nothing(tmp_path: Path) -> None:
+def test_checking_times_nothing_and_records_only_where_it_is_told_to(tmp_path: Path) -> None:
     study = make_study(tmp_path, "right", "wrong", "missing", "dies", "zero-time")
-    outcomes = check_study(study, setup=SETUP, deadline_s=DEADLINE_S)
+    outcomes = check_study(study, families=("normal", "exact"), setup=SETUP, deadline_s=DEADLINE_S)
     assert [(o.case, o.entry.impl, o.status) for o in outcomes] == [
         ("first", "right", "ok"),
         ("first", "wrong", "wrong"),
@@ -347,11 +347,31 @@ def test_checking_measures_and_records_nothing(tmp_path: Path) -> None:
         ("second", "right", "ok"),
         ("second", "wrong", "wrong"),
         ("second", "missing", "unavailable"),
-        ("second", "dies", "ok"),
+        ("second", "dies", "failed"),  # when a sequence of the case is tried alone, as in the first case
         ("second", "zero-time", "ok"),
     ]
-    assert outcomes[0].check is not None
+    assert outcomes[8].reason is not None
+    assert outcomes[8].reason.startswith("determinism: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_check_records_say_what_every_probe_found(tmp_path: Path) -> None:
+    study = make_study(tmp_path, "right", "wrong", "forgets", "zero-time")
+    path = tmp_path / "checks.jsonl"
+    check_study(study, families=("normal", "exact"), records=path, setup=SETUP, deadline_s=DEADLINE_S)
+    run, *rows = record.read(path)
+    assert run["kind"] == "run"
+    assert [(r["case"], r["impl"], r["status"], r["check"]["family"]) for r in rows if r["case"] == "first"] == [
+        ("first", "right", "ok", None),
+        ("first", "wrong", "wrong", "normal"),
+        ("first", "forgets", "wrong", "normal again"),
+        ("first", "zero-time", "ok", None),
+    ]
+    right = rows[0]["check"]
+    names = ["normal", "normal again", "normal memory", "normal repeat", "exact"]
+    assert [f"{p['family']} {p['probe']}".removesuffix(" values") for p in right["probes"]] == names
+    assert (right["same_input_ulp"], right["other_batch_ulp"], right["one_split_ulp"]) == (0, 0, 0)
+    assert [(pair["impl"], pair["rel_l2"]) for pair in right["pairs"]] == [("zero-time", 0.0)]
 
 
 @pytest.mark.gpu
