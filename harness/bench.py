@@ -143,7 +143,7 @@ class Bench:
         assert self._bound is not None
         problem: DecodeProblem = self._bound.ceiling_problem
         with self._row_on_failure([BOUND]):
-            sets = self._make_sets(problem, seed=0, timed=True)
+            sets = self._make_sets(problem, seed=0)
             outcome = self._attempt(BOUND, self._sweep, problem, sets)
             if isinstance(outcome, Row):
                 self._send(outcome)
@@ -155,16 +155,16 @@ class Bench:
         case, problem = task.case, task.case.problem
         everyone = [*task.entries, *([BOUND] if task.bound else [])]
         with self._row_on_failure(everyone) as settled:
-            sets = self._make_sets(problem, case.seed, timed=task.timed)
+            sets = self._make_sets(problem, case.seed)
             self._at(None, "reference")
             first: Reference | None = reference(sets[0])
             candidates: dict[int, Candidate] = {}
             for who, entry in task.entries.items():
                 outcome = self._attempt(who, self._prepare, who, entry, sets[0], first)
-                if isinstance(outcome, Candidate) and task.timed:
+                if isinstance(outcome, Candidate):
                     candidates[who] = outcome
                 else:
-                    self._send(outcome.row if isinstance(outcome, Candidate) else outcome)
+                    self._send(outcome)
                     settled.add(who)
             first = None  # several times the size of the output, in float64
             if task.bound:
@@ -369,9 +369,9 @@ class Bench:
             self._impls[name] = _make(self._catalog[name])
         return self._impls[name]
 
-    def _make_sets(self, problem: DecodeProblem, seed: int, *, timed: bool) -> Sequence[DecodeInputs]:
+    def _make_sets(self, problem: DecodeProblem, seed: int) -> Sequence[DecodeInputs]:
         self._at(None, "inputs")
-        count = self._timer.sets(problem) if timed else 1
+        count = self._timer.sets(problem)
         if self._device.type == "cuda":
             self._free()
             free, _ = torch.cuda.mem_get_info(self._device)

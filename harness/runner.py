@@ -301,7 +301,7 @@ def _run_case(
 
 
 def _measure(case: Case, ceiling_gbps: float | None, entries: Mapping[int, Entry], bound: bool) -> Measure:
-    return Measure(case=case, entries=entries, bound=bound, timed=True, ceiling_gbps=ceiling_gbps)
+    return Measure(case=case, entries=entries, bound=bound, ceiling_gbps=ceiling_gbps)
 
 
 def _examine(case: Case, families: tuple[str, ...], entries: Mapping[int, Entry], bound: bool) -> Examine:

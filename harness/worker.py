@@ -93,14 +93,12 @@ class Measure:
         case: the case.
         entries: position in the study -> what to run.
         bound: whether the bound is timed too.
-        timed: False only checks.
         ceiling_gbps: the device's read ceiling, in GB/s, that no time may beat; None where it is not known.
     """
 
     case: Case
     entries: Mapping[int, Entry]
     bound: bool
-    timed: bool
     ceiling_gbps: float | None
 
 
