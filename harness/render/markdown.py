@@ -150,8 +150,8 @@ def _summary(comparison: Comparison) -> Table:
         checked = mine.loc[mine["status"] == "ok", "worst_row"]
         line += [
             _number(checked.max(), 2),
-            _number(mine["compile_ms"].median(), 3),
-            _number(mine["plan_us"].median(), 3),
+            _number(mine["compile_ms"].dropna().median(), 3),
+            _number(mine["plan_us"].dropna().median(), 3),
         ]
         lines.append(line)
     return Table(header, sides, lines)
