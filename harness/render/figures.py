@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from harness.render.frame import NO_RECORD, WORDS, Comparison, impl_of
@@ -42,6 +43,14 @@ WORD_COLOURS: Mapping[str, str] = {
     "unsupported": "#DADDE3",
     "unavailable": "#EEEFF2",
     NO_RECORD: "#FFFFFF",
+}
+
+TIE_COLOUR = "#D5D5D5"
+PART_COLOURS: Mapping[str, str] = {
+    "longest kernel": "#3F7FB0",
+    "other kernels": "#E69F00",
+    "gaps between them": "#999999",
+    "to the next call": "#D9D9D9",
 }
 
 MAX_CASES = 40
@@ -169,6 +178,7 @@ def draw_slowdown(comparison: Comparison, ax: Axes) -> Axes:
     values: npt.NDArray[np.float64] = table.to_numpy(dtype=np.float64)
     status = comparison.table("status").loc[cases].to_numpy()
     noted = comparison.table("splits_note").loc[cases].notna().to_numpy()
+    tied = comparison.table("tied").loc[cases].eq(True).to_numpy()
     ax.set_facecolor(WORD_COLOURS["unavailable"])
     sns.heatmap(
         table.astype(float),
@@ -192,6 +202,9 @@ def draw_slowdown(comparison: Comparison, ax: Axes) -> Axes:
             ratio = f"{value:.2f}" if value < 9.995 else f"{value:.0f}"
             look = {"s": ratio + "*" * bool(noted[i, j]), "color": "white" if value > 2.1 else "#1A1A1A"}
             look["fontweight"] = "bold" if value == 1.0 else "normal"
+            if tied[i, j] and value != 1.0:
+                ax.add_patch(Rectangle((j, i), 1, 1, facecolor=TIE_COLOUR, edgecolor="white", linewidth=1.5))
+                look["color"] = "#1A1A1A"
         ax.text(j + 0.5, i + 0.5, ha="center", va="center", **look)
     return _matrix_axes(ax, comparison, cases)
 
@@ -282,6 +295,43 @@ def draw_support(comparison: Comparison, ax: Axes) -> Axes:
     return _matrix_axes(ax, comparison, cases)
 
 
+def draw_parts(comparison: Comparison, ax: Axes, case: str) -> Axes:
+    """The parts of a call on the device, a bar an implementation, in µs."""
+    rows = comparison.impls
+    rows = rows[(rows["case"] == case) & rows["traced_us"].notna()]
+    place = {label: i for i, label in enumerate(_with_any(comparison, "traced_us"))}
+    left = np.zeros(len(rows))
+    columns = ("main_us", "others_us", "gap_us", "between_us")
+    for column, colour in zip(columns, PART_COLOURS.values(), strict=True):
+        width = rows[column].clip(lower=0).to_numpy()
+        ax.barh(rows["label"].map(place), width, left=left, color=colour, height=0.7)
+        left += width
+    ax.set_yticks(range(len(place)), list(place))
+    ax.set_ylim(len(place) - 0.5, -0.5)
+    ax.grid(False, axis="y")
+    ax.set_title(_case_labels(comparison, [case])[0], fontsize=9.5)
+    ax.set_xlabel("µs a call")
+    return ax
+
+
+def _parts(comparison: Comparison) -> Figure | None:
+    rows = comparison.impls
+    profiled = set(rows.loc[rows["traced_us"].notna(), "case"])
+    cases = [case for case in comparison.cases if case in profiled]
+    if not cases:
+        return None
+    chosen = list(dict.fromkeys((cases[0], cases[len(cases) // 2], cases[-1])))
+    figure = Figure(figsize=(WIDTH, 1.6 + 0.3 * rows["label"].nunique()), layout="constrained")
+    axes = figure.subplots(1, len(chosen), squeeze=False)[0]
+    for ax, case in zip(axes, chosen, strict=True):
+        draw_parts(comparison, ax, case)
+    for ax in axes[1:]:
+        ax.set_yticklabels([])
+    handles = [Patch(color=colour, label=name) for name, colour in PART_COLOURS.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    return figure
+
+
 def _share(comparison: Comparison) -> Figure | None:
     if comparison.impls["share"].isna().all():
         return None
@@ -337,6 +387,7 @@ FIGURES: Mapping[str, Callable[[Comparison], Figure | None]] = {
     "share": _share,
     "slowdown": _slowdown,
     "latency": _latency,
+    "parts": _parts,
     "error": _error,
     "support": _support,
 }

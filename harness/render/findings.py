@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
-from harness import cost
-from harness.render.frame import Comparison, impl_of
+from harness import stats
+from harness.render.frame import Comparison, each, impl_of
 from harness.stats import CONFIDENCE
 from impls.catalog import OURS
 
@@ -33,12 +34,38 @@ def headline(comparison: Comparison) -> list[str]:
         if ahead.empty:
             sentences.append(f"{code(label)}: ok on {passed(rows, label)} of {_cases(m)}, with no peer to compare.")
         else:
-            won = int((ahead > 1).sum())
+            mine = rows[rows["label"] == label]
+            told = mine["verdict"].value_counts()
             sentences.append(
-                f"{code(label)} is faster than the best peer, by median, on {won} of {_cases(m)}:"
-                f" {cost.geometric_mean(ahead):.2f}× its speed (geometric mean over {len(ahead)} of {m})."
+                f"{code(label)} is faster than the best peer on {told.get(stats.FASTER, 0)} of {_cases(m)}, ties"
+                f" with it on {told.get(stats.TIE, 0)} and is slower on {told.get(stats.SLOWER, 0)}; in speed,"
+                f" {mean_text(mine['ahead_rounds'], m, '×')} (geometric mean)."
             )
     return sentences or [_slowdown(comparison)]
+
+
+def mean_text(rounds: pd.Series[Any], m: int, unit: str) -> str:
+    """The geometric mean over cases of ratios, with its interval and n of ``m``; a dash where there is none."""
+    known = list(rounds.dropna())
+    if not known:
+        return "–"
+    mean = stats.geometric_mean_interval(known)
+    places = 3 if unit == "×" else 1
+    span = f"{mean.low:.{places}f}, {mean.high:.{places}f}"
+    return f"{mean.median:.{places}f}{unit} [{span}] over {mean.n} of {m}"
+
+
+def against_peer(row: Any) -> str:
+    """What may be said of an implementation beside its best peer, from a row that has a verdict."""
+    if row.verdict == stats.TIE:
+        low, high = 100 * (row.ahead_low - 1), 100 * (row.ahead_high - 1)
+        return f"tie with {code(row.peer)} ({low:+.1f} to {high:+.1f} %)"
+    # By how much the slower of the two takes longer, whichever it is.
+    low, by, high = row.ahead_low, row.ahead, row.ahead_high
+    if row.verdict == stats.SLOWER:
+        low, by, high = 1 / high, 1 / by, 1 / low
+    span = f"[{100 * (low - 1):.1f}, {100 * (high - 1):.1f}]"
+    return f"**{row.verdict}** than {code(row.peer)} by {100 * (by - 1):.1f} % {span}"
 
 
 def caption(comparison: Comparison, figure: str) -> tuple[str, str]:
@@ -87,7 +114,7 @@ def _slowdown(comparison: Comparison) -> str:
     fastest = rows.loc[rows["slowdown"] == 1.0, "label"].value_counts()
     counts = [f"{code(label)} on {fastest[label]}" for label in comparison.series if label in fastest]
     text = f"Fastest by median, of {_cases(len(comparison.cases))}: {join(counts)}."
-    text += " A cell is latency over that of the case's fastest."
+    text += " A cell is latency over that of the case's fastest, paired by round; grey cells tie with it."
     if (rows["slowdown"].notna() & rows["splits_note"].notna()).any():
         text += " * a note on its splits stands under the table of latencies."
     return text
@@ -122,10 +149,26 @@ def _support(comparison: Comparison) -> str:
     return f"Ok, of {_cases(len(comparison.cases))}: {join(counts)}."
 
 
+def _parts(comparison: Comparison) -> str:
+    rows = comparison.impls[comparison.impls["traced_us"].notna()]
+    off = sum(not reconciled(row) for row in each(rows))
+    sums = f"on all of {len(rows)} bars" if not off else f"on {len(rows) - off} of {len(rows)} bars"
+    return (
+        "What a call consists of on the device, traced by CUPTI in a run of its own. A gap below zero (kernels that"
+        f" overlap) is not drawn. The parts add up to the untraced time within 5 % or 1 µs {sums}."
+    )
+
+
+def reconciled(row: Any) -> bool:
+    """Whether the traced parts of a call add up to its untraced time within 5 % or 1 µs."""
+    return bool(abs(row.traced_us - row.profiled_us) <= max(1.0, 0.05 * row.profiled_us))
+
+
 CAPTIONS: Mapping[str, tuple[str, Callable[[Comparison], str]]] = {
     "share": ("Achieved read bandwidth as % of the bound, by case and implementation", _share),
     "slowdown": ("Latency relative to the fastest implementation of each case, as a heat map", _slowdown),
     "latency": ("Latency against bytes of K and V, both on log axes", _latency),
+    "parts": ("The kernels of a call and the gaps between them, for small cases and large ones", _parts),
     "error": ("Relative L2 error, and the worst row's error over its budget, against the longest sequence", _error),
     "support": ("Status of every implementation on every case", _support),
 }

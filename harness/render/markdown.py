@@ -12,12 +12,21 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from harness import cost
 from harness.record import STREAM_READ
 from harness.render.figures import Drawn, bytes_text
-from harness.render.findings import caption, code, escape, headline, join, passed
+from harness.render.findings import (
+    against_peer,
+    caption,
+    code,
+    escape,
+    headline,
+    join,
+    mean_text,
+    passed,
+    reconciled,
+)
 from harness.render.frame import WORDS, Comparison, each, impl_of
-from harness.stats import CONFIDENCE
+from harness.stats import CONFIDENCE, FASTER, SLOWER, TIE
 from impls.catalog import OURS
 
 MAX_REASON = 300
@@ -26,12 +35,19 @@ MAX_REASON = 300
 METHODS: Mapping[str, str] = {
     "graph": "Method `graph`: a CUDA graph holds one call for each of several input sets and is replayed as a"
     " whole; a sample is the replay's time by CUDA events, divided by the calls. Gaps between launches,"
-    " compilation and planning are not in it.",
+    " compilation and planning are not in it. Before each timed replay comes an untimed one.",
+    "graph-warm": "Method `graph-warm`: as `graph`, with a single input set.",
+    "events": "Method `events`: one launch at a time between two CUDA events, after 256 MB were written outside of"
+    " them; 25 ms of warm-up, 100 ms measured. Where the host cannot queue a launch in time, its delay counts.",
+    "kernels": "Method `kernels`: the graph of `graph`, traced by CUPTI; a sample is the time in which at least one"
+    " kernel of a call runs.",
     "wall": "Method `wall`: host time around a call, repeated. It shows that a kernel runs, not how fast it could.",
 }
 CACHES: Mapping[str, str] = {
     "cold": "Cache `cold`: input sets rotate, so that between two uses of one set at least three times the"
     " device's L2 cache of other data is read.",
+    "warm": "Cache `warm`: what of the inputs fits the L2 cache is there.",
+    "flushed": "Cache `flushed`: the L2 cache holds what was written just before.",
 }
 
 
@@ -82,6 +98,9 @@ def context(comparison: Comparison, drawn: Mapping[str, Drawn]) -> dict[str, Any
         "latency_note": _latency_note(comparison),
         "latency": _latency(comparison, marks),
         "notes": notes,
+        "against": _against(comparison),
+        "parts": pictures.get("parts"),
+        "parts_table": _parts(comparison),
         "figures": [pictures[name] for name in ("slowdown", "latency", "error") if name in pictures],
         "support": pictures["support"],
         "support_counts": _support_counts(comparison),
@@ -127,12 +146,13 @@ def _summary(comparison: Comparison) -> Table:
     if speed:
         header += [
             "fastest on",
+            "tied with the fastest on",
             "× the fastest, geo. mean",
             "× ahead of the best peer, geo. mean",
             "% of bound, geo. mean",
             "lowest % of bound",
         ]
-        sides += "rrrrr"
+        sides += "rrrrrr"
     header += ["worst row ÷ budget", "compile ms, median", "plan µs, median"]
     sides += "rrr"
     lines = []
@@ -142,9 +162,10 @@ def _summary(comparison: Comparison) -> Table:
         if speed:
             line += [
                 f"{int((mine['slowdown'] == 1.0).sum())} of {m}",
-                _mean(mine["slowdown"], m, "×"),
-                _mean(mine["ahead"], m, "×") if impl_of(label) in OURS else "",
-                _mean(mine["share"], m, " %"),
+                f"{int((mine['tied'].eq(True) & (mine['slowdown'] != 1.0)).sum())} of {m}",
+                mean_text(mine["slowdown_rounds"], m, "×"),
+                mean_text(mine["ahead_rounds"], m, "×") if impl_of(label) in OURS else "",
+                mean_text(mine["share_rounds"], m, " %"),
                 _lowest(mine),
             ]
         checked = mine.loc[mine["status"] == "ok", "worst_row"]
@@ -161,17 +182,60 @@ def _summary_note(comparison: Comparison) -> str:
     if comparison.functional:
         return ""
     return (
-        "Means are over the cases in which the row and what it is divided by are both `ok`, n of m as stated."
-        " Below 1 × ahead means that the peer is faster. Ratios are formed inside one run and case only."
+        "Means are over the cases in which the row and what it is divided by are both `ok`, n of m as stated, with"
+        f" {round(100 * CONFIDENCE)} % intervals. Below 1 × ahead means that the peer is faster. Ratios are formed"
+        " inside one run and case only, and paired by round."
     )
 
 
-def _mean(values: pd.Series[Any], m: int, unit: str) -> str:
-    known = values.dropna()
-    if known.empty:
-        return "–"
-    mean = cost.geometric_mean(known)
-    return f"{mean:.2f}{unit} ({len(known)} of {m})" if unit == "×" else f"{mean:.1f}{unit} ({len(known)} of {m})"
+def _against(comparison: Comparison) -> dict[str, Any] | None:
+    """The kernels of this project, each beside the fastest other implementation of the case, in words."""
+    ours = [label for label in comparison.series if impl_of(label) in OURS]
+    rows = comparison.impls
+    if comparison.functional or rows["verdict"].isna().all():
+        return None
+    told = {(row.case, row.label): against_peer(row) for row in each(rows[rows["verdict"].notna()])}
+    lines = [[code(case), *(told.get((case, label), "–") for label in ours)] for case in comparison.cases]
+    counts = rows["verdict"].value_counts()
+    words = join([f"{counts.get(word, 0)} {word}" for word in (FASTER, TIE, SLOWER)])
+    return {
+        "table": Table(["case", *(code(label) for label in ours)], "l" * (1 + len(ours)), lines),
+        "note": f"Verdicts: {words}. A tie is a difference whose {round(100 * CONFIDENCE)} % interval holds 0, or"
+        f" one under {100 * comparison.smallest_effect:g} %. A percentage is what the slower of the two takes"
+        " longer, paired by round, with its interval.",
+    }
+
+
+def _parts(comparison: Comparison) -> Table | None:
+    """Where the time goes: on the host before a call, and on the device in it."""
+    rows = comparison.impls[comparison.impls["host_total_us"].notna() | comparison.impls["traced_us"].notna()]
+    if rows.empty:
+        return None
+    header = ["case", "implementation", "compile ms", "plan µs", "host launch", "host, end to end", "device"]
+    profiled = bool(rows["traced_us"].notna().any())
+    if profiled:
+        header += [
+            "kernels",
+            "longest kernel",
+            "other kernels",
+            "gaps",
+            "to the next call",
+            "sum",
+            "untraced",
+            "adds up",
+        ]
+    lines = []
+    for row in each(rows):
+        line = [code(row.case), code(row.label), _number(row.compile_ms, 3), _number(row.plan_us, 3)]
+        line += [_us(row.host_launch_us), _us(row.host_total_us), _us(row.us)]
+        if profiled and math.isnan(row.traced_us):
+            line += ["–"] * 8
+        elif profiled:
+            line += [str(len(row.kernel_names)), _us(row.main_us), _us(row.others_us), f"{row.gap_us:.2f}"]
+            line += [f"{row.between_us:.2f}", _us(row.traced_us), _us(row.profiled_us)]
+            line += ["yes" if reconciled(row) else "**no**"]
+        lines.append(line)
+    return Table(header, "ll" + "r" * (len(header) - 2), lines)
 
 
 def _lowest(mine: pd.DataFrame) -> str:
@@ -192,7 +256,7 @@ def _notes(comparison: Comparison) -> tuple[list[str], dict[str, str]]:
 def _latency_note(comparison: Comparison) -> str:
     keys = sorted({(m, c) for m, c in zip(comparison.impls["method"], comparison.impls["cache"], strict=True) if m})
     how = join([f"method `{method}`, cache `{cache}`" for method, cache in keys])
-    best = "" if comparison.functional else " The fastest implementation of a case is bold."
+    best = "" if comparison.functional else " The fastest of a case is bold, and so is what ties with it."
     return f"Median µs by case and implementation ({how}).{best}" if keys else "Nothing was timed."
 
 
@@ -208,7 +272,7 @@ def _latency(comparison: Comparison, marks: Mapping[str, str]) -> Table:
             if bounds is not None:
                 lines[row.case].append(_us(bounds.get(row.case)))
         text = _us(row.us) + marks.get(row.splits_note, "") if row.status == "ok" else f"*{row.status}*"
-        lines[row.case].append(f"**{text}**" if row.slowdown == 1.0 and not comparison.functional else text)
+        lines[row.case].append(f"**{text}**" if row.tied is True and not comparison.functional else text)
     sides = "l" + "r" * (len(header) - 1 + len(comparison.series))
     return Table([*header, *(code(s) for s in comparison.series)], sides, list(lines.values()))
 
@@ -335,8 +399,8 @@ def _timings(comparison: Comparison) -> Table:
             "interval": f"{_us(row.us_low)} … {_us(row.us_high)}" if timed else "–",
             "GB/s": _number(row.gbps, 4),
             "TFLOP/s": _number(row.tflops, 3),
-            "% of bound": _number(row.share, 3),
-            "× fastest": "–" if math.isnan(row.slowdown) else f"{row.slowdown:.2f}",
+            "% of bound": _with_interval(row.share, row.share_low, row.share_high, places=1),
+            "× fastest": _with_interval(row.slowdown, row.slowdown_low, row.slowdown_high),
             "n": _samples(row.n, row.n_throttled),
             "method": row.method or "–",
             "cache": row.cache or "–",
@@ -382,6 +446,10 @@ def _configs(comparison: Comparison) -> Table:
         for (label, config), cases in sorted(groups.items(), key=lambda group: order.index(group[0][0]))
     ]
     return Table(["implementation", "configuration", "cases"], "lll", lines)
+
+
+def _with_interval(value: float, low: float, high: float, places: int = 3) -> str:
+    return "–" if math.isnan(value) else f"{value:.{places}f} [{low:.{places}f}, {high:.{places}f}]"
 
 
 def _samples(n: float, throttled: float) -> str:
