@@ -32,10 +32,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from harness.check import CheckResult, compare, poison_workspaces, run_checked, same_bits, ulp_distance
-from harness.inputs import FAMILIES, GUARD_ROWS, make_inputs
+from harness.inputs import FAMILIES, guard, make_inputs
 from harness.timing import CaptureFailed
 from impls.contract import DecodeImpl, DecodeInputs, DecodeOutput, DecodePlan, Scalar
 from impls.problem import DecodeProblem
@@ -252,8 +251,23 @@ def hidden_sequences(batch: int) -> list[list[bool]]:
     return [[False] * batch, *runs]
 
 
+def _restorer(inputs: DecodeInputs) -> Callable[[], None]:
+    """Puts inputs back as they are now: a plan that modifies them must not spoil what others are tried on."""
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_k)
+    kept = [t.clone() for t in tensors]
+
+    def restore() -> None:
+        for t, old in zip(tensors, kept, strict=True):
+            t.copy_(old)
+
+    return restore
+
+
 def _values(inputs: DecodeInputs, ref: Reference) -> Callable[[DecodePlan], Observation]:
+    restore = _restorer(inputs)
+
     def apply(plan: DecodePlan) -> Observation:
+        restore()
         result, output = run_checked(plan, inputs, ref)
         return Observation(result, output)
 
@@ -271,20 +285,19 @@ def _memory(inputs: DecodeInputs, ref: Reference, hidden: Sequence[bool]) -> Cal
     rows = torch.tensor(hidden, device=inputs.device)
     lens = torch.tensor(problem.kv_lens, dtype=torch.int64, device=inputs.device)
     hidden_rows = rows.repeat_interleave(lens, output_size=problem.total_kv)[:, None, None]
-    views: list[Tensor] = []
-    for t in (inputs.k, inputs.v):
-        buffer = t.new_empty((len(t) + 2 * GUARD_ROWS, *t.shape[1:]))
-        buffer[:GUARD_ROWS] = torch.nan
-        buffer[GUARD_ROWS + len(t) :] = torch.nan
-        views.append(buffer[GUARD_ROWS : GUARD_ROWS + len(t)])
-        torch.where(hidden_rows, t.new_tensor(torch.nan), t, out=views[-1])
-    alone = replace(inputs, k=views[0], v=views[1])
+    guarded = guard(inputs)
+    alone = replace(guarded, q=inputs.q.clone())
+    for t in (alone.k, alone.v):
+        t.masked_fill_(hidden_rows, torch.nan)
+    restore, restore_alone = _restorer(inputs), _restorer(alone)
     kept = ~rows
 
     def rows_of(output: DecodeOutput) -> DecodeOutput:
         return DecodeOutput(output.out[kept], None if output.lse is None else output.lse[kept])
 
     def apply(plan: DecodePlan) -> Observation:
+        restore_alone()
+        restore()
         result, output = run_checked(plan, alone, ref)
         if result.ok:
             plain = [rows_of(fresh_run(plan, inputs)) for _ in range(2)]
@@ -310,7 +323,10 @@ def fresh_run(plan: DecodePlan, inputs: DecodeInputs) -> DecodeOutput:
 
 
 def _repeat(inputs: DecodeInputs, ref: Reference, runs: int) -> Callable[[DecodePlan], Observation]:
+    restore = _restorer(inputs)
+
     def apply(plan: DecodePlan) -> Observation:
+        restore()
         first = fresh_run(plan, inputs)
         result = compare(first, ref, inputs.problem)
         spread: int | None = 0
