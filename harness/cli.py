@@ -187,6 +187,24 @@ def render(
 
 
 @app.command()
+def compare(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="A record file: what was.", show_default=False)],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="A record file: what is.", show_default=False)],
+    allow: Annotated[float, typer.Option(metavar="PERCENT", min=0.0, help="The slowdown that passes, in %.")] = 3.0,
+) -> None:
+    """Compare two record files, of two commits, library versions or GPUs: a Markdown table. Needs no GPU.
+
+    Fails on a significant slowdown beyond --allow, or if anything stopped being ok.
+    """
+    from harness.compare import compare_files
+
+    result = compare_files(old, new, allow=allow / 100)
+    typer.echo(result.markdown(), nl=False)
+    if result.failed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def expand(study: StudyArgument) -> None:
     """Print a study with nothing left to work out: plain lengths and heads, and their source."""
     typer.echo(expand_study(load_study(study)), nl=False)

@@ -25,7 +25,7 @@ import math
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -198,6 +198,21 @@ def check_record(
             "check": None if check is None else dict(check),
         }
     )
+
+
+def series_label(record: Mapping[str, Any]) -> str:
+    """What a series is called: the implementation's id, and what was asked of it, e.g. ``triton num_splits=8``."""
+    asked = record["config"].get("asked") or {}
+    return " ".join([record["impl"], *(f"{key}={value}" for key, value in sorted(asked.items()))])
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The values of an object as text, those of objects in it under dotted names; a dash for null."""
+    for key, item in values.items():
+        if isinstance(item, Mapping):
+            yield from flatten(item, f"{prefix}{key}.")
+        else:
+            yield prefix + key, "–" if item is None else str(item)
 
 
 def append(path: str | Path, record: Mapping[str, Any]) -> None:

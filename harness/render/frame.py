@@ -14,7 +14,16 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from harness import cost, stats
-from harness.record import READ_CEILING, STATUSES, STREAM_READ, Record, RecordError, read, records_file
+from harness.record import (
+    READ_CEILING,
+    STATUSES,
+    STREAM_READ,
+    Record,
+    RecordError,
+    read,
+    records_file,
+    series_label,
+)
 from impls.catalog import IMPLS, OURS
 from impls.problem import DecodeProblem
 
@@ -200,7 +209,7 @@ def load(folders: Sequence[Path]) -> Comparison:
                     ceilings[record["run_id"]] = cost.gbps(record["config"]["bytes"], us)
                 continue
             case = record["case"] if len(folders) == 1 else f"{folder.name}/{record['case']}"
-            parts = profiles.get((record["case"], _label(record)), {})
+            parts = profiles.get((record["case"], series_label(record)), {})
             rows.append(_row(record) | parts | {"study": folder.name, "case": case})
 
     first: dict[str, Row] = {}
@@ -230,13 +239,8 @@ def _newest(measurements: Iterable[Record]) -> list[Record]:
         kept = by_case.setdefault(key, {})
         if any(r["run_id"] != record["run_id"] for r in kept.values()):
             kept.clear()
-        kept[_label(record)] = record
+        kept[series_label(record)] = record
     return [record for kept in by_case.values() for record in kept.values()]
-
-
-def _label(record: Record) -> str:
-    asked = record["config"].get("asked") or {}
-    return " ".join([record["impl"], *(f"{key}={value}" for key, value in sorted(asked.items()))])
 
 
 def _row(record: Record) -> Row:
@@ -246,7 +250,7 @@ def _row(record: Record) -> Row:
     row |= {key: getattr(problem, key) for key in PROBLEM_COLUMNS}
     row |= {key: check.get(key) for key in ("rel_l2", "worst_row", "lse_err")}
     row |= {key: config.get(key) for key in ("num_splits", "splits_max", "work_items", "splits_note")}
-    row |= {"label": _label(record), "config": _settings(config)} | _times(record)
+    row |= {"label": series_label(record), "config": _settings(config)} | _times(record)
     if (us := row.get("us")) is not None:
         is_bound = record["role"] == "bound"
         row["gbps"] = cost.gbps(problem.kv_bytes if is_bound else cost.io_bytes(problem), us)
@@ -264,7 +268,7 @@ def _profiles(folder: Path) -> dict[tuple[str, str], Row]:
         found = (record["timing"] or {}).get("breakdown")
         if found is not None and record["status"] == "ok" and record["case"] is not None:
             times = [kernel["us"] for kernel in found["kernels"]]
-            profiles[record["case"], _label(record)] = {
+            profiles[record["case"], series_label(record)] = {
                 "profiled_us": found["total_us"],
                 "traced_us": found["traced_us"],
                 "main_us": max(times),

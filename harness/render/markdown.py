@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from harness.record import STREAM_READ
+from harness.record import STREAM_READ, flatten
 from harness.render.figures import Drawn, bytes_text
 from harness.render.findings import (
     against_peer,
@@ -366,20 +366,12 @@ def _command(comparison: Comparison) -> str:
 
 
 def _variables(comparison: Comparison) -> Table:
-    columns = [dict(_flat(run["env"])) for run in comparison.runs]
+    columns = [dict(flatten(run["env"])) for run in comparison.runs]
     keys = list(dict.fromkeys(key for column in columns for key in column))
     cases = comparison.rows.groupby("run_id")["case"].nunique()
     lines = [["cases", *(str(cases[run["run_id"]]) for run in comparison.runs)]]
     lines += [[escape(key), *(escape(column.get(key, "–")) for column in columns)] for key in keys]
     return Table(["variable", *(f"`{run['run_id']}`" for run in comparison.runs)], "l" + "l" * len(columns), lines)
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _flat(item, f"{prefix}{key}.")
-        else:
-            yield prefix + key, "–" if item is None else str(item)
 
 
 def _timings(comparison: Comparison) -> Table:

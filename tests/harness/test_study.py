@@ -123,7 +123,7 @@ def test_a_bad_case_is_named_with_file_and_key(
         ("title = 1", "title: expected a string, got 1"),
         (
             "titel = 'T'",
-            "titel: expected the keys of a study (title, dtype, seed, smallest_effect, impls, case), got an unknown",
+            "titel: expected the keys of a study (title, dtype, seed, smallest_effect, impls, case), got an",
         ),
         ("smallest_effect = 3", "smallest_effect: expected a share from 0 to 1, got 3"),
         ("smallest_effect = true", "smallest_effect: expected a share from 0 to 1, got True"),
