@@ -28,11 +28,18 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
-	$(BIN)/python -m pytest -m 'not slow' -n auto $(ARGS)
+# Workers of pytest fill the cores; threads of torch under them would only push one another off. A group is what
+# shares a compiled kernel or an expensive fixture.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+GPU_PYTEST := OMP_NUM_THREADS=1 SPLITKV_REQUIRE_GPU=1 $(PYTHON) -m pytest
 
+test: lint
+	$(PYTEST) -m 'not slow' -n auto --dist loadgroup $(ARGS)
+
+# xdist if it is here; then, one after the other, the tests that measure.
 test-gpu:
-	SPLITKV_REQUIRE_GPU=1 $(PYTHON) -m pytest $(ARGS)
+	$(GPU_PYTEST) -m 'not alone' $$($(PYTHON) -c 'import xdist; print("-n 8 --dist loadgroup")' 2>/dev/null) $(ARGS)
+	$(GPU_PYTEST) -m alone $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.check import CheckResult, budget, check_plan
+from harness.check import CheckResult, budget, check_plan, run_checked
 from harness.inputs import LAYOUTS, guard, isolate, make_inputs
 from impls.catalog import IMPLS, OURS, load
 from impls.contract import (
@@ -57,11 +57,30 @@ def kernels(name: str) -> ModuleType:
     return import_module(IMPLS[name].partition(":")[0])
 
 
+def grouped(case: ConformanceCase) -> object:
+    """The case as a parameter; all that are compiled for one shape run in one worker, which compiles it once."""
+    p = case.problem
+    shape = f"{p.heads_q}-{p.heads_kv}-{p.head_dim}-{p.dtype}"
+    return pytest.param(case, marks=pytest.mark.xdist_group(shape), id=case.name)
+
+
+GROUPED = [grouped(case) for case in CASES]
+
+
 @cache
-def prepared(case: str) -> tuple[DecodeInputs, Reference]:
-    chosen = next(c for c in CASES if c.name == case)
-    inputs = chosen.draw(chosen.problem, DEVICE)
+def prepared(name: str) -> tuple[DecodeInputs, Reference]:
+    """The inputs of a case, and what is right."""
+    case = next(case for case in CASES if case.name == name)
+    inputs = case.draw(case.problem, DEVICE)
     return inputs, reference(inputs)
+
+
+@cache
+def outcome(case: str, name: str) -> tuple[CheckResult, DecodeOutput]:
+    """What an implementation makes of a case, and whether that is right."""
+    inputs, ref = prepared(case)
+    tuning = next(c for c in CASES if c.name == case).tuning if name in OURS else None
+    return run_checked(LOADED[name].plan(inputs.problem, DEVICE, tuning), inputs, ref)
 
 
 def run(name: str, inputs: DecodeInputs, tuning: dict[str, Scalar] | None = None) -> DecodeOutput:
@@ -88,7 +107,7 @@ def test_case_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("name", AVAILABLE)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", GROUPED)
 def test_right(case: ConformanceCase, name: str) -> None:
     """Right by the data's own budget, in NaN-filled outputs and workspaces; or refused with the rule."""
     refusal = LOADED[name].unsupported(case.problem, DEVICE)
@@ -97,19 +116,16 @@ def test_right(case: ConformanceCase, name: str) -> None:
         ours_refuses = name == "tilelang-splitkv" and DEVICE.type == "cuda" and case.problem.dtype == "float32"
         assert name not in OURS or ours_refuses, refusal
         return
-    inputs, ref = prepared(case.name)
-    plan = LOADED[name].plan(case.problem, DEVICE, case.tuning if name in OURS else None)
-    result = check_plan(plan, inputs, ref)
+    result, _ = outcome(case.name, name)
     assert result.ok, f"{case.covers}: {result.reason}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", GROUPED)
 def test_pairs_agree(case: ConformanceCase) -> None:
     """No two implementations are further apart than their two budgets."""
-    inputs, ref = prepared(case.name)
     names = [name for name in AVAILABLE if LOADED[name].unsupported(case.problem, DEVICE) is None]
-    outputs = {name: run(name, inputs, case.tuning) for name in names}
-    allowed = budget(ref, case.problem)
+    outputs = {name: outcome(case.name, name)[1] for name in names}
+    allowed = budget(prepared(case.name)[1], case.problem)
     assert len(names) >= 2
     for a, b in combinations(names, 2):
         apart = (outputs[a].out.double() - outputs[b].out.double()).norm(dim=-1)
