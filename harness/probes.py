@@ -10,7 +10,8 @@ of its own.
     bands around outputs, inputs unchanged. As the same plan meets one family after another, with fresh
     buffers each time, an answer that was kept from before is wrong here.
 ``again``
-    Another seed of the first family.
+    The plan runs on inputs of the first family, whose tensors are then overwritten by those of another seed: an
+    answer that is remembered by where its inputs lie is wrong here.
 ``memory``
     K and V lie between guard rows of NaN, and half of the sequences are NaN too: those whose index has a
     certain bit set, then those that have it clear, for each bit of an index. So every sequence is right beside
@@ -116,7 +117,7 @@ def probes(
             continue
         other = make_inputs(problem, (seed + 1) % 2**63, device, family=family, split_counts=split_counts)
         other_ref = reference(other)
-        yield Probe(family, "again", _values(other, other_ref), other_ref)
+        yield Probe(family, "again", _again(inputs, other, other_ref), other_ref)
         for hidden in hidden_sequences(problem.batch):
             masked = _masked(ref, hidden)
             yield Probe(family, "memory", _memory(inputs, masked, hidden), masked)
@@ -274,6 +275,31 @@ def _values(inputs: DecodeInputs, ref: Reference) -> Callable[[DecodePlan], Obse
     return apply
 
 
+def _again(before: DecodeInputs, after: DecodeInputs, ref: Reference) -> Callable[[DecodePlan], Observation]:
+    static, overwrite = _buffers(before)
+
+    def apply(plan: DecodePlan) -> Observation:
+        overwrite(before)
+        fresh_run(plan, static)
+        overwrite(after)
+        result, output = run_checked(plan, static, ref)
+        return Observation(result, output)
+
+    return apply
+
+
+def _buffers(like: DecodeInputs) -> tuple[DecodeInputs, Callable[[DecodeInputs], None]]:
+    """Inputs of their own, and what overwrites their values."""
+    static = replace(like, q=like.q.clone(), k=like.k.clone(), v=like.v.clone())
+
+    def overwrite(values: DecodeInputs) -> None:
+        static.q.copy_(values.q)
+        static.k.copy_(values.k)
+        static.v.copy_(values.v)
+
+    return static, overwrite
+
+
 def _masked(ref: Reference, hidden: Sequence[bool]) -> Reference:
     """The reference where hidden sequences have no answer: their rows are not judged."""
     rows = torch.tensor(hidden, device=ref.out.device)[:, None, None]
@@ -347,12 +373,7 @@ def _repeat(inputs: DecodeInputs, ref: Reference, runs: int) -> Callable[[Decode
 
 
 def _graph(before: DecodeInputs, after: DecodeInputs, ref: Reference) -> Callable[[DecodePlan], Observation]:
-    static = replace(before, q=before.q.clone(), k=before.k.clone(), v=before.v.clone())
-
-    def overwrite(values: DecodeInputs) -> None:
-        static.q.copy_(values.q)
-        static.k.copy_(values.k)
-        static.v.copy_(values.v)
+    static, overwrite = _buffers(before)
 
     def apply(plan: DecodePlan) -> Observation:
         overwrite(before)
