@@ -105,6 +105,7 @@ def test_each_configuration_compiles_for_sm_90_with_all_its_loads_wide() -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_no_configuration_reads_faster_than_the_ceiling() -> None:
     device = torch.device("cuda", 0)
     timer, stream = GraphTimer(device), StreamRead()

@@ -50,6 +50,7 @@ def test_a_liar_is_wrong_on_a_cpu(on_cpu: Mapping[str, Any], liar: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("method", list(METHODS["cuda"]))
 def test_liars_are_wrong_by_every_method_of_a_gpu(method: str, tmp_path: Path) -> None:
     catalog = {

@@ -243,6 +243,7 @@ def test_check_records_say_what_every_probe_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_real_timer_and_bound_go_on_past_a_lost_device(tmp_path: Path) -> None:
     catalog = {
         "poisons": "tests.harness.fakes:Poisons",

@@ -150,6 +150,7 @@ LARGE = DecodeProblem(kv_lens=(8192, 1000), heads_q=8, heads_kv=8, head_dim=128)
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_other_methods_take_believable_samples_of_the_same_work() -> None:
     device = torch.device("cuda", 0)
     warm, events = GraphWarmTimer(device), EventsTimer(device)
@@ -165,6 +166,7 @@ def test_the_other_methods_take_believable_samples_of_the_same_work() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_profile_of_a_replay_has_every_kernel_of_every_call_and_no_other() -> None:
     class TwoKernels(SumPlan):
         def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
