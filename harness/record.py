@@ -215,18 +215,18 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + key, "–" if item is None else str(item)
 
 
-def append(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Add one record to a file, which is made where it is missing, and wait until it is on the disk.
+def append(path: str | Path, *records: Mapping[str, Any]) -> None:
+    """Add records to a file, which is made where it is missing, and wait until they are on the disk.
 
     Raises:
         RecordError: for a record that breaks the schema or is not strict JSON; the file is left as it was.
     """
-    line = _to_line(record)
+    lines = b"".join(map(_to_line, records))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         _mend_tail(file.fileno(), path)
-        file.write(line)
+        file.write(lines)
         file.flush()
         os.fsync(file.fileno())
 
