@@ -18,7 +18,7 @@ from torch import Tensor
 
 from harness.check import CheckResult
 from harness.probes import Probe, probes, title
-from impls.contract import DecodeInputs, DecodeOutput, DecodePlan, empty_output
+from impls.contract import DecodeImpl, DecodeInputs, DecodeOutput, DecodePlan, empty_output
 from impls.problem import DecodeProblem
 from tests.harness.honest import Steps, combine, cut, honest
 
@@ -28,8 +28,8 @@ LENGTHS = (1, 63, 200, 4096, 131072)
 VISIBLE = 4.0
 """An impostor counts where its float64 error is more than so many times the honest kernels'."""
 
-SPLITS, BLOCK = 4, 512
-"""Of the simulated kernel that impostors are built around."""
+SPLITS, BLOCK, TILES = 4, 512, 64
+"""Of the simulated kernel that impostors are built around: splits, keys of a tile, and the most tiles."""
 
 RACE = 1e-5
 """The share of output elements that the race corrupts."""
@@ -58,7 +58,20 @@ class Impostor:
 
 def simulated(inputs: DecodeInputs, output: DecodeOutput, steps: Steps | None = None, **form: object) -> None:
     """The right kernel, in torch."""
-    write(output, honest(inputs, **{"splits": SPLITS, "block": BLOCK, "steps": steps or Steps(), **form}))
+    block = max(BLOCK, inputs.problem.max_kv // TILES)  # a tile is a few launches, whatever its size
+    write(output, honest(inputs, **{"splits": SPLITS, "block": block, "steps": steps or Steps(), **form}))
+
+
+def around(impl: DecodeImpl) -> Kernel:
+    """A real implementation as a right kernel, with a plan for whatever comes."""
+    plans: dict[DecodeProblem, DecodePlan] = {}
+
+    def kernel(inputs: DecodeInputs, output: DecodeOutput) -> None:
+        if inputs.problem not in plans:
+            plans[inputs.problem] = impl.plan(inputs.problem, inputs.device)
+        write(output, plans[inputs.problem].run(inputs, output))
+
+    return kernel
 
 
 def write(output: DecodeOutput, answer: DecodeOutput) -> None:
@@ -175,17 +188,22 @@ def before(name: str):
     return register
 
 
-def pick(inputs: DecodeInputs, rows: Callable[[int, int], list[int] | range | Tensor]) -> DecodeInputs:
-    """The inputs with other keys: ``rows(first, keys)`` are each sequence's rows of packed K and V."""
+def pick(inputs: DecodeInputs, rows: Callable[[int, int], Sequence[Tensor]]) -> DecodeInputs:
+    """The inputs with other keys: ``rows(first, keys)`` are each sequence's rows of packed K and V, in pieces."""
     problem = inputs.problem
     of_all = [
-        torch.as_tensor(rows(first, keys), dtype=torch.int64)
+        torch.cat(tuple(rows(first, keys)))
         for first, keys in zip(problem.cu_seqlens, problem.kv_lens, strict=False)
     ]
     fewer = replace(problem, kv_lens=tuple(map(len, of_all)))
     index = torch.cat(of_all).to(inputs.device)
     cu_seqlens = torch.tensor(fewer.cu_seqlens, dtype=torch.int32, device=inputs.device)
     return DecodeInputs(fewer, inputs.q, inputs.k[index], inputs.v[index], cu_seqlens)
+
+
+def span(start: int, stop: int) -> Tensor:
+    """Rows from ``start`` to before ``stop``; none where that is not after it."""
+    return torch.arange(start, max(start, stop))
 
 
 def with_scale(inputs: DecodeInputs, scale: float) -> DecodeInputs:
@@ -208,86 +226,80 @@ def _(inputs):
 
 @before("V of the last key")
 def _(inputs):
-    return pick(inputs, lambda first, n: [first + n - 1] if n else [])
+    return pick(inputs, lambda first, n: [span(first + n - 1, first + n)[:n]])
 
 
 @before("last key dropped")
 def _(inputs):
-    return pick(inputs, lambda first, n: range(first, first + max(n - 1, 0)))
+    return pick(inputs, lambda first, n: [span(first, first + n - 1)])
 
 
 @before("first key dropped")
 def _(inputs):
-    return pick(inputs, lambda first, n: range(first + 1, first + n))
+    return pick(inputs, lambda first, n: [span(first + 1, first + n)])
 
 
 @before("one key in the middle dropped")
 def _(inputs):
-    return pick(inputs, lambda first, n: [*range(first, first + n // 3), *range(first + n // 3 + 1, first + n)])
+    return pick(inputs, lambda first, n: [span(first, first + n // 3), span(first + n // 3 + 1, first + n)])
 
 
 @before("last key counted twice")
 def _(inputs):
-    return pick(inputs, lambda first, n: [*range(first, first + n), *[first + n - 1] * (n > 0)])
+    return pick(inputs, lambda first, n: [span(first, first + n), span(first + n - 1, first + n)[:n]])
 
 
 @before("neighbour sequence's key read")
 def _(inputs):
     total = inputs.problem.total_kv
-    return pick(inputs, lambda first, n: range(first, min(first + n + (n > 0), total)))
+    return pick(inputs, lambda first, n: [span(first, min(first + n + (n > 0), total))])
 
 
 @before("16 keys of another sequence read")
 def _(inputs):
     total = inputs.problem.total_kv
-
-    def rows(first: int, n: int) -> list[int]:
-        return [*range(first, first + n - min(n, 16)), *range(first + n, min(first + n + 16, total))]
-
-    return pick(inputs, rows)
+    return pick(inputs, lambda first, n: [span(first, first + n - 16), span(first + n, min(first + n + 16, total))])
 
 
 @before("every eighth key dropped")
 def _(inputs):
-    return pick(inputs, lambda first, n: [first + j for j in range(n) if j % 8 != 7])
+    return pick(inputs, lambda first, n: [first + torch.arange(n)[torch.arange(n) % 8 != 7]])
 
 
 @before("last tile dropped unless it is full")
 def _(inputs):
-    return pick(inputs, lambda first, n: range(first, first + n // 64 * 64))
+    return pick(inputs, lambda first, n: [span(first, first + n // 64 * 64)])
 
 
 @before("only the last 1024 keys")
 def _(inputs):
-    return pick(inputs, lambda first, n: range(first + max(0, n - 1024), first + n))
+    return pick(inputs, lambda first, n: [span(first + max(0, n - 1024), first + n)])
 
 
 @before("row index of 16 bits")
 def _(inputs):
-    return pick(inputs, lambda first, n: torch.arange(first, first + n) % 2**16)
+    return pick(inputs, lambda first, n: [span(first, first + n) % 2**16])
 
 
 @before("padding of the last tile counted")
 def _(inputs):
-    padded = replace(
-        inputs,
-        problem=replace(inputs.problem, kv_lens=(*inputs.problem.kv_lens, 1)),
-        q=torch.cat([inputs.q, inputs.q[:1]]),
-        k=torch.cat([inputs.k, torch.zeros_like(inputs.k[:1])]),
-        v=torch.cat([inputs.v, torch.zeros_like(inputs.v[:1])]),
-        cu_seqlens_k=torch.cat([inputs.cu_seqlens_k, inputs.cu_seqlens_k[-1:] + 1]),
-    )
     last = inputs.problem.total_kv
-    changed = pick(padded, lambda first, n: [*range(first, first + n), *[last] * (-n % 64)] if first < last else [])
-    batch = inputs.problem.batch
-    problem = replace(changed.problem, kv_lens=changed.problem.kv_lens[:batch])
-    return DecodeInputs(problem, inputs.q, changed.k, changed.v, changed.cu_seqlens_k[: batch + 1])
+    k, v = (torch.cat([t, torch.zeros_like(t[:1])]) for t in (inputs.k, inputs.v))
+    longer = replace(inputs.problem, kv_lens=(*inputs.problem.kv_lens[:-1], inputs.problem.kv_lens[-1] + 1))
+    cu_seqlens = torch.tensor(longer.cu_seqlens, dtype=torch.int32, device=inputs.device)
+    padded = DecodeInputs(longer, inputs.q, k, v, cu_seqlens)
+
+    def rows(first: int, n: int) -> list[Tensor]:
+        n -= first + n == last + 1  # the row of zeros is nobody's key
+        return [span(first, first + n), torch.full((-n % 64,), last)]
+
+    return pick(padded, rows)
 
 
 @before("V of 16 keys swapped")
 def _(inputs):
-    def rows(first: int, n: int) -> list[int]:
-        return [*reversed(range(first, first + min(n, 16))), *range(first + min(n, 16), first + n)]
+    def rows(first: int, n: int) -> list[Tensor]:
+        return [span(first, first + min(n, 16)).flip(0), span(first + min(n, 16), first + n)]
 
     return replace(inputs, v=pick(inputs, rows).v)
 
