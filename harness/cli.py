@@ -17,9 +17,20 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.families import FAMILY_NAMES
-from harness.record import STATUSES, RecordError
+from harness.record import SELFTEST_FILE, STATUSES, RecordError
 from harness.runner import CHECKS_FILE, Outcome, RunError, check_study, run_study
-from harness.study import Case, Entry, Study, StudyError, expand_study, find_study, load_study, study_folder
+from harness.selftest import EXPERIMENTS, run_selftest
+from harness.study import (
+    REPORTS,
+    Case,
+    Entry,
+    Study,
+    StudyError,
+    expand_study,
+    find_study,
+    load_study,
+    study_folder,
+)
 from harness.worker import METHODS, Setup, WorkerLost, WorkerPool
 from impls.catalog import IMPLS, OURS
 from impls.problem import DTYPE_BYTES, DecodeProblem
@@ -182,7 +193,11 @@ def render(
     """Draw the report of a study from its records: README.md and figures. Needs no GPU."""
     from harness.render import render_study
 
-    readme = render_study([study_folder(find_study(study)) for study in studies])
+    folders = [
+        Path(study) if (Path(study) / SELFTEST_FILE).is_file() else study_folder(find_study(study))
+        for study in studies
+    ]
+    readme = render_study(folders)
     console.print(str(readme), soft_wrap=True)
 
 
@@ -201,6 +216,30 @@ def compare(
     result = compare_files(old, new, allow=allow / 100)
     typer.echo(result.markdown(), nl=False)
     if result.failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def selftest(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="Whose cases to take.")] = "h200-decode",
+    folder: Annotated[Path, typer.Option(help="Where the trials and their report go.")] = REPORTS / "timing",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help=f"Of {', '.join(EXPERIMENTS)}; all by default.", show_default=False),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier trials.")] = False,
+) -> None:
+    """Measure the harness by itself on a GPU: equal kernels, kernels slowed by a known share, timers of others.
+
+    An interrupted run is continued. Fails if an experiment did not come to its end.
+    """
+    if not run_selftest(
+        load_study(study),
+        folder,
+        experiments=only or EXPERIMENTS,
+        fresh=fresh,
+        say=lambda text: progress.print(text, highlight=False),
+    ):
         raise typer.Exit(1)
 
 

@@ -43,6 +43,9 @@ STREAM_READ = "stream-read"
 READ_CEILING = "read-ceiling"
 """``impl`` of the one row a run that tells how fast the device reads memory at best."""
 
+SELFTEST_FILE = "selftest.jsonl"
+"""The trials in which the harness measures itself, in a folder of their own."""
+
 Record: TypeAlias = dict[str, Any]
 
 

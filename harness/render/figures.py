@@ -112,14 +112,19 @@ def draw_all(comparison: Comparison, folder: Path) -> dict[str, Drawn]:
                 png.unlink(missing_ok=True)
                 svg.unlink(missing_ok=True)
                 continue
-            # The layout is worked out once for both forms, which makes them alike, and halves the time.
-            figure.draw_without_rendering()
-            figure.set_layout_engine("none")
-            figure.savefig(png, metadata={"Software": None})
-            figure.savefig(svg, metadata={"Date": None, "Creator": None})
+            save(figure, png, svg)
         by_case = name in ("share", "slowdown", "support")
         drawn[name] = Drawn(name, png, svg, len(comparison.cases) - len(shown) if by_case else 0)
     return drawn
+
+
+def save(figure: Figure, png: Path, svg: Path) -> None:
+    """Save a figure in both forms, with nothing in them that differs from one time to the next."""
+    # The layout is worked out once for both forms, which makes them alike, and halves the time.
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    figure.savefig(png, metadata={"Software": None})
+    figure.savefig(svg, metadata={"Date": None, "Creator": None})
 
 
 def cases_shown(comparison: Comparison) -> list[str]:

@@ -71,6 +71,11 @@ class Picture:
 
 def write_report(comparison: Comparison, drawn: Mapping[str, Drawn], folder: Path) -> Path:
     """Write the report's ``README.md`` into ``folder`` and return its path."""
+    return fill("report.md.j2", context(comparison, drawn), folder)
+
+
+def fill(template: str, values: Mapping[str, Any], folder: Path) -> Path:
+    """Write a ``README.md`` from a template into ``folder`` and return its path."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -78,7 +83,7 @@ def write_report(comparison: Comparison, drawn: Mapping[str, Drawn], folder: Pat
         lstrip_blocks=True,
         autoescape=False,
     )
-    text = environment.get_template("report.md.j2").render(context(comparison, drawn))
+    text = environment.get_template(template).render(values)
     path = folder / "README.md"
     path.write_text(re.sub(r"\n{3,}", "\n\n", text).strip() + "\n", encoding="utf-8")
     return path

@@ -64,7 +64,7 @@ def test_help_names_the_verbs_and_loads_nothing_heavy() -> None:
     assert not {"torch", "triton", "tilelang", "numpy", "pandas", "matplotlib", "seaborn"} & set(last.split())
     shown = [line.split()[1] for line in text if line.startswith("│ ")]
     verbs = [command.callback.__name__ for command in harness.cli.app.registered_commands if command.callback]
-    assert verbs == ["doctor", "check", "run", "render", "compare", "expand"]
+    assert verbs == ["doctor", "check", "run", "render", "compare", "selftest", "expand"]
     assert set(verbs) <= set(shown)
 
 

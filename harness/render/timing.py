@@ -1,0 +1,300 @@
+"""The report of the harness's measurements of itself: false verdicts, differences found, timers of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import style as mpl_style
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from harness import stats
+from harness.record import SELFTEST_FILE, Record, RecordError, read
+from harness.render.figures import ALARM_COLOUR, RC, WIDTH, save
+from harness.render.findings import code, escape, join
+from harness.render.markdown import Picture, Table, fill
+from harness.stats import CONFIDENCE, SMALLEST_EFFECT, Estimate
+
+SIZES: Mapping[str, float] = {"under 64 MB of K and V": 64e6, "64 to 400 MB": 400e6, "over 400 MB": float("inf")}
+"""Size class -> the KV bytes below which a case belongs to it; the first is about what an L2 holds."""
+
+FOUND_SHARE = 0.95
+"""The share of trials in which a difference must be found to count as detectable."""
+
+AGREEMENT, AGREEMENT_US = 0.03, 1.0
+"""How far apart two timers may be that claim to measure the same thing: this share, or this many µs."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Timers that claim to measure the same thing, ours first."""
+
+    title: str
+    note: str
+    timers: tuple[str, ...]
+
+
+GROUPS = (
+    Group(
+        "Kernels of a call, launched from a graph, cold",
+        "Only ours: others either leave the L2 warm or time single launches. Gaps between the kernels of a call and"
+        " from call to call count. What holds it against another clock is the profile of `kernels`: its parts add up"
+        " to this time, or a study's table of where the time goes says that they do not.",
+        ("graph",),
+    ),
+    Group(
+        "Kernels of a call, launched from a graph, warm",
+        "One input set again and again: what fits the L2 is read from there, and small cases look faster than"
+        " memory.",
+        ("graph-warm", "triton do_bench_cudagraph"),
+    ),
+    Group(
+        "One launch at a time, flushed",
+        "From an event before the launch to one after it: launch latencies, and what the host cannot queue in time,"
+        " count.",
+        ("events", "triton do_bench", "tilelang do_bench", "nvbench"),
+    ),
+    Group(
+        "Kernels alone, by CUPTI",
+        "No gaps and no launches. TileLang's profile adds the kernels of a call up; ours counts once where they"
+        " overlap.",
+        ("kernels", "tilelang do_bench, cupti"),
+    ),
+)
+
+
+def write_timing_report(folder: Path) -> Path:
+    """Write ``README.md`` and figures of the trials in ``folder``; returns the path of the former.
+
+    Raises:
+        harness.record.RecordError: for a line that is no record, or a file without a finished trial.
+    """
+    path = folder / SELFTEST_FILE
+    records = read(path)
+    runs = [r for r in records if r["kind"] == "run"]
+    trials = [r for r in records if r["kind"] == "trial" and r["experiment"] != "done"]
+    if not runs or not trials:
+        raise RecordError(f"{path}: expected a run and its trials, got {len(records)} records")
+    trials = [r for r in trials if r["run_id"] == runs[-1]["run_id"]]
+    by = {name: [r for r in trials if r["experiment"] == name] for name in ("identical", "sensitivity", "timers")}
+    (folder / "figures").mkdir(exist_ok=True)
+    values: dict[str, Any] = {
+        "headline": _headline(by),
+        "environment": _environment(runs[-1]),
+        "confidence": round(100 * CONFIDENCE),
+        "smallest": f"{100 * SMALLEST_EFFECT:g}",
+        "identical": _identical(by["identical"]) if by["identical"] else None,
+        "sensitivity": _sensitivity(by["sensitivity"]) if by["sensitivity"] else None,
+        "smallest_found": _smallest_found(by["sensitivity"]) if by["sensitivity"] else None,
+        "timers": _timers(by["timers"]),
+        "reasons": _reasons(by["timers"]),
+    }
+    figures = {"identical": _draw_identical, "sensitivity": _draw_sensitivity}
+    for name, draw in figures.items():
+        values[f"{name}_figure"] = None
+        if by[name]:
+            with mpl_style.context(["default", RC]):
+                figure, alt, caption = draw(by[name])
+                save(figure, folder / "figures" / f"{name}.png", folder / "figures" / f"{name}.svg")
+            values[f"{name}_figure"] = Picture(name, alt, caption)
+    return fill("timing.md.j2", values, folder)
+
+
+def ratio_of(trial: Record) -> Estimate:
+    """The time of ``b`` over that of ``a``, paired by round; throttled rounds are left out."""
+    a, b = ({i: us for i, us in enumerate(trial[side]) if us is not None} for side in ("a", "b"))
+    ratio = stats.ratio_interval(b, a)
+    if ratio is None:
+        raise RecordError(f"{trial['case']}: expected rounds that both sides share, got none")
+    return ratio
+
+
+def _false(trials: Iterable[Record], smallest_effect: float) -> int:
+    return sum(stats.verdict(ratio_of(trial), smallest_effect) != stats.TIE for trial in trials)
+
+
+def _found(trials: Sequence[Record]) -> int:
+    return sum(stats.verdict(ratio_of(trial), smallest_effect=0) == stats.SLOWER for trial in trials)
+
+
+def _rate(hits: int, of: int) -> str:
+    low, high = stats.share_interval(hits, of)
+    return f"{hits} of {of}: {100 * hits / of:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _headline(by: Mapping[str, Sequence[Record]]) -> list[str]:
+    sentences = []
+    if same := by["identical"]:
+        sentences.append(
+            f"The same kernel entered under two names gets a false verdict in {_rate(_false(same, 0), len(same))}"
+            f" with the threshold off, and in {_rate(_false(same, SMALLEST_EFFECT), len(same))} with it on."
+        )
+    if by["sensitivity"]:
+        sentences.append(_smallest_found(by["sensitivity"]))
+    return sentences
+
+
+def _environment(run: Record) -> str:
+    env = run["env"]
+    parts = [str(env.get("gpu")), *(f"{key} {env[key]}" for key in ("driver", "torch", "triton") if env.get(key))]
+    if env.get("git"):
+        parts.append(f"commit {str(env['git'])[:12]}{' with local changes' if env.get('dirty') else ''}")
+    return escape(", ".join(parts)) + f" (run `{run['run_id']}`)."
+
+
+def _identical(trials: Sequence[Record]) -> Table:
+    lines = []
+    for name in dict.fromkeys(trial["impl"] for trial in trials):
+        mine = [trial for trial in trials if trial["impl"] == name]
+        lines.append(_identical_line(code(name), mine))
+    lines.append(_identical_line("all", trials))
+    header = ["kernel", "false verdicts, threshold off", "threshold on", "half-width, median", "largest difference"]
+    return Table(header, "lrrrr", lines)
+
+
+def _identical_line(name: str, trials: Sequence[Record]) -> list[str]:
+    ratios = [ratio_of(trial) for trial in trials]
+    return [
+        name,
+        _rate(_false(trials, 0), len(trials)),
+        _rate(_false(trials, SMALLEST_EFFECT), len(trials)),
+        f"{100 * float(np.median([ratio.half_width for ratio in ratios])):.2f} %",
+        f"{100 * max(abs(ratio.median - 1) for ratio in ratios):.2f} %",
+    ]
+
+
+def _by_size(trials: Sequence[Record]) -> dict[str, list[Record]]:
+    sizes: dict[str, list[Record]] = {name: [] for name in SIZES}
+    for trial in trials:
+        sizes[next(name for name, most in SIZES.items() if trial["kv_bytes"] < most)].append(trial)
+    return {name: mine for name, mine in sizes.items() if mine}
+
+
+def _effects(trials: Iterable[Record]) -> dict[float, list[Record]]:
+    effects: dict[float, list[Record]] = {}
+    for trial in trials:
+        effects.setdefault(trial["effect"], []).append(trial)
+    return dict(sorted(effects.items()))
+
+
+def _sensitivity(trials: Sequence[Record]) -> Table:
+    lines = []
+    for size, mine in _by_size(trials).items():
+        for effect, same in _effects(mine).items():
+            measured = float(np.median([ratio_of(trial).median for trial in same]))
+            lines.append(
+                [size, f"{100 * effect:g} %", _rate(_found(same), len(same)), f"{100 * (measured - 1):.2f} %"]
+            )
+    return Table(["size", "slowed by", "found", "measured, median"], "lrrr", lines)
+
+
+def _smallest_found(trials: Sequence[Record]) -> str:
+    told = []
+    for size, mine in _by_size(trials).items():
+        shares = {effect: _found(same) / len(same) for effect, same in _effects(mine).items()}
+        found = [effect for effect, share in shares.items() if share >= FOUND_SHARE]
+        told.append(f"{100 * min(found):g} % ({size})" if found else f"none of those tried ({size})")
+    return f"The smallest slowdown found in {100 * FOUND_SHARE:g} % of trials, of those tried: {join(told)}."
+
+
+def _timers(trials: Sequence[Record]) -> list[dict[str, Any]]:
+    times = {(t["case"], t["impl"], t["timer"]): t["us"] for t in trials}
+    rows = list(dict.fromkeys((t["case"], t["impl"]) for t in trials))
+    groups = []
+    for group in GROUPS:
+        present = [timer for timer in group.timers if any(key[2] == timer and us for key, us in times.items())]
+        if not present:
+            continue
+        lines = []
+        for case, impl in rows:
+            found = [times.get((case, impl, timer)) for timer in present]
+            if any(us is not None for us in found):
+                lines.append([code(case), code(impl), *map(_us, found), *_agreement(found)])
+        header = ["case", "implementation", *map(code, present)]
+        if len(present) > 1:
+            header.append("agree with ours")
+        groups.append(
+            {
+                "title": group.title,
+                "note": group.note,
+                "table": Table(header, "ll" + "r" * (len(header) - 2), lines),
+            }
+        )
+    return groups
+
+
+def _agreement(found: Sequence[float | None]) -> list[str]:
+    """How many of the others agree with the first, and by how much the farthest is off; nothing without others."""
+    ours, others = found[0], [us for us in found[1:] if us is not None]
+    if len(found) == 1:
+        return []
+    if ours is None or not others:
+        return ["–"]
+    agree = sum(abs(us - ours) <= max(AGREEMENT * ours, AGREEMENT_US) for us in others)
+    farthest = max(others, key=lambda us: abs(us - ours))
+    text = f"{agree} of {len(others)} (farthest {100 * (farthest / ours - 1):+.1f} %)"
+    return [text if agree == len(others) else f"**{text}**"]
+
+
+def _us(us: float | None) -> str:
+    return "–" if us is None else f"{us:.2f}"
+
+
+def _reasons(trials: Sequence[Record]) -> list[str]:
+    told = dict.fromkeys((t["timer"], t["reason"]) for t in trials if t["us"] is None)
+    return [f"{code(timer)}: {escape(reason)}" for timer, reason in told]
+
+
+def _draw_identical(trials: Sequence[Record]) -> tuple[Figure, str, str]:
+    """Every comparison with its interval, sorted."""
+    ratios = sorted((ratio_of(trial) for trial in trials), key=lambda ratio: ratio.median)
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    ax = figure.subplots()
+    for i, ratio in enumerate(ratios):
+        colour = "#8FA3B5" if stats.verdict(ratio, 0) == stats.TIE else ALARM_COLOUR
+        ax.plot([i, i], [100 * (ratio.low - 1), 100 * (ratio.high - 1)], color=colour, linewidth=1)
+    ax.axhline(0, color="#333333", linewidth=0.8)
+    for side in (-1, 1):
+        ax.axhline(side * 100 * SMALLEST_EFFECT, color="#999999", linewidth=0.8, linestyle=(0, (4, 3)))
+    ax.set_xlabel("comparisons, sorted")
+    ax.set_ylabel("difference, %")
+    ax.grid(False, axis="x")
+    return (
+        figure,
+        "Intervals of the difference of identical kernels, sorted, with those that leave out zero marked",
+        f"{round(100 * CONFIDENCE)} % intervals of the difference. Red ones leave out 0: false verdicts with the"
+        f" threshold off. Dashed: the threshold.",
+    )
+
+
+def _draw_sensitivity(trials: Sequence[Record]) -> tuple[Figure, str, str]:
+    """Measured slowdown of every trial beside the true one, a panel a size class."""
+    sizes = _by_size(trials)
+    figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+    axes = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+    for ax, (size, mine) in zip(axes, sizes.items(), strict=True):
+        effects = _effects(mine)
+        for place, (effect, same) in enumerate(effects.items()):
+            measured = [100 * (ratio_of(trial).median - 1) for trial in same]
+            offsets = np.linspace(-0.3, 0.3, len(measured))
+            ax.scatter(place + offsets, measured, s=7, color="#0072B2", linewidth=0)
+            ax.hlines(100 * effect, place - 0.4, place + 0.4, color=ALARM_COLOUR, linewidth=1.2)
+        ax.set_xticks(range(len(effects)), [f"{100 * effect:g} %" for effect in effects])
+        ax.set_title(size, fontsize=9.5)
+        ax.set_xlabel("slowed by")
+        ax.grid(False, axis="x")
+    axes[0].set_ylabel("measured slowdown, %")
+    handles = [
+        Line2D([], [], color="#0072B2", marker="o", linestyle="none", markersize=4, label="one trial"),
+        Line2D([], [], color=ALARM_COLOUR, label="what was put in"),
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=2)
+    return (
+        figure,
+        "Measured slowdown of every trial beside the slowdown that was put in, by size of the case",
+        "Measured slowdown, a mark a trial; the line is what was put in.",
+    )
