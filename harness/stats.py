@@ -9,7 +9,7 @@ that of a median. All intervals are percentile bootstrap intervals (B. Efron, An
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -76,11 +76,8 @@ def median_interval(samples: Sequence[float]) -> Estimate:
     for i, value in enumerate(samples):
         if not math.isfinite(value):
             raise ValueError(f"samples[{i}]: expected a finite number, got {value}")
-    ordered = np.sort(np.asarray(samples, dtype=np.float64))
-    medians = ordered[_middle_ranks(len(ordered))].mean(axis=1)
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(medians, [tail, 1 - tail])
-    return Estimate(median=float(np.median(ordered)), low=float(low), high=float(high), n=len(ordered))
+    low, high = _percentiles(_resampled_medians(samples))
+    return Estimate(median=float(np.median(samples)), low=float(low), high=float(high), n=len(samples))
 
 
 def ratio_interval(times: Mapping[int, float], others: Mapping[int, float]) -> Estimate | None:
@@ -110,8 +107,19 @@ def quotient_interval(times: Sequence[float], others: Sequence[float]) -> Estima
     def quotient(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64], axis: int) -> npt.NDArray[np.float64]:
         return np.asarray(np.median(a, axis=axis) / np.median(b, axis=axis))
 
-    low, high = _bootstrap([times, others], quotient)
-    return Estimate(float(np.median(times) / np.median(others)), low, high, min(len(times), len(others)))
+    # scipy refuses a lone observation; twice the same has no spread either.
+    sides = [np.asarray([*side] * (2 if len(side) == 1 else 1), dtype=np.float64) for side in (times, others)]
+    found = scipy_stats.bootstrap(
+        sides,
+        quotient,
+        n_resamples=RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        vectorized=True,
+        rng=np.random.default_rng(SEED),
+    ).confidence_interval
+    ratio = float(np.median(times) / np.median(others))
+    return Estimate(ratio, float(found.low), float(found.high), min(len(times), len(others)))
 
 
 def geometric_mean_interval(ratios: Sequence[Sequence[float]]) -> Estimate:
@@ -129,13 +137,14 @@ def geometric_mean_interval(ratios: Sequence[Sequence[float]]) -> Estimate:
     if not ratios:
         raise ValueError("ratios: expected at least one case, got none")
 
-    def mean(*cases: npt.NDArray[np.float64], axis: int) -> npt.NDArray[np.float64]:
-        logs = [np.log(np.median(case, axis=axis)) for case in cases]
-        return np.asarray(np.exp(np.mean(logs, axis=0)))
-
-    low, high = _bootstrap(ratios, mean)
+    rng = np.random.default_rng(SEED)
+    # Every case has the same resamples, by rank; in an order of its own, so that the cases vary independently.
+    logs = [np.log(_resampled_medians(case))[rng.permutation(RESAMPLES)] for case in ratios]
+    low, high = np.exp(_percentiles(np.mean(logs, axis=0)))
     medians = [float(np.median(case)) for case in ratios]
-    return Estimate(math.exp(math.fsum(map(math.log, medians)) / len(medians)), low, high, len(medians))
+    return Estimate(
+        math.exp(math.fsum(map(math.log, medians)) / len(medians)), float(low), float(high), len(medians)
+    )
 
 
 def verdict(ratio: Estimate, smallest_effect: float = SMALLEST_EFFECT) -> str:
@@ -170,19 +179,17 @@ def share_interval(hits: int, of: int) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
-def _bootstrap(samples: Sequence[Sequence[float]], statistic: Callable[..., object]) -> tuple[float, float]:
-    # scipy refuses a lone observation; twice the same has no spread either.
-    arrays = [np.asarray([*sample] * (2 if len(sample) == 1 else 1), dtype=np.float64) for sample in samples]
-    found = scipy_stats.bootstrap(
-        arrays,
-        statistic,
-        n_resamples=RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        vectorized=True,
-        rng=np.random.default_rng(SEED),
-    ).confidence_interval
-    return float(found.low), float(found.high)
+def _resampled_medians(samples: Sequence[float]) -> npt.NDArray[np.float64]:
+    """``[RESAMPLES]``: the medians of resamples with replacement."""
+    ordered = np.sort(np.asarray(samples, dtype=np.float64))
+    medians: npt.NDArray[np.float64] = ordered[_middle_ranks(len(ordered))].mean(axis=1)
+    return medians
+
+
+def _percentiles(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    tail = (1 - CONFIDENCE) / 2
+    ends: npt.NDArray[np.float64] = np.quantile(values, [tail, 1 - tail])
+    return ends
 
 
 @cache

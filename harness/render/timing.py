@@ -42,8 +42,8 @@ GROUPS = (
     Group(
         "Kernels of a call, launched from a graph, cold",
         "Only ours: others either leave the L2 warm or time single launches. Gaps between the kernels of a call and"
-        " from call to call count. What holds it against another clock is the profile of `kernels`: its parts add up"
-        " to this time, or a study's table of where the time goes says that they do not.",
+        " from call to call count. What holds it against another clock is the profile of `kernels`: its parts add"
+        " up to this time, or a study's table of where the time goes says that they do not.",
         ("graph",),
     ),
     Group(

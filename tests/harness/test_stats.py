@@ -153,6 +153,15 @@ def test_the_geometric_mean_over_cases_covers_the_truth_and_has_no_direction() -
         covered += found.low <= mean <= found.high
         assert found.n == len(truth)
     assert 0.90 <= covered / trials <= 0.99
+    theirs = scipy.stats.bootstrap(
+        (cases := [rng.normal(ratio, 0.05 * ratio, 20) for ratio in truth]),
+        lambda *drawn, axis: np.exp(np.mean([np.log(np.median(case, axis=axis)) for case in drawn], axis=0)),
+        n_resamples=20_000,
+        method="percentile",
+        rng=rng,
+    ).confidence_interval
+    found = stats.geometric_mean_interval(cases)
+    assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), abs=0.002)
     exact = stats.geometric_mean_interval([[2.0] * 9, [0.5]])
     assert (exact.low, exact.median, exact.high) == pytest.approx((1.0, 1.0, 1.0))
     with pytest.raises(ValueError, match="ratios: expected at least one case, got none"):
