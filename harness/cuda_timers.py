@@ -82,6 +82,7 @@ class GraphTimer:
     min_rounds = 20
     max_rounds = 320
     cap_s = 4.0
+    rotates = True
     renews = True
 
     def __init__(self, device: torch.device) -> None:
@@ -222,11 +223,12 @@ class GraphWarmTimer(GraphTimer):
 
     method = "graph-warm"
     cache = "warm"
+    rotates = False
 
     def sets(self, problem: DecodeProblem) -> int:
-        """One."""
+        """One to check before the timing, and one to time."""
         del problem
-        return 1
+        return 2
 
     def flush_bytes(self, problem: DecodeProblem) -> int:
         """None."""
@@ -244,12 +246,13 @@ class EventsTimer(GraphTimer):
     method = "events"
     cache = "flushed"
     max_rounds = GraphTimer.min_rounds
+    rotates = False
     renews = False
 
     def sets(self, problem: DecodeProblem) -> int:
-        """One."""
+        """One to check before the timing, and one to time."""
         del problem
-        return 1
+        return 2
 
     def flush_bytes(self, problem: DecodeProblem) -> int:
         """:data:`FLUSH_BYTES`, whatever the problem."""

@@ -78,6 +78,9 @@ class Timer(Protocol):
     cap_s: float
     """Seconds after which no further round beyond ``min_rounds`` is started."""
 
+    rotates: bool
+    """Whether calls take the input sets in turn; else each takes the last, which no check before it has seen."""
+
     renews: bool
     """Whether every round has new plans and laps, elsewhere in memory.
 
@@ -129,6 +132,7 @@ class WallTimer:
     min_rounds = 3
     max_rounds = 10
     cap_s = 1.5
+    rotates = True
     renews = False
 
     def __init__(self, device: torch.device) -> None:

@@ -311,11 +311,13 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
 def is_short(problem: DecodeProblem, device: torch.device) -> bool:
     """Whether CTAs are so short that their starts and ends must be hidden behind each other.
 
-    Fewer than 256 keys each; or up to 2048, where the sequences alone make two waves or more.
+    Fewer than 256 keys each; or up to 2048, where sequences of about one length make two waves or more. With
+    lengths that differ, several long CTAs may meet on one SM: there each gets an SM of its own.
     """
     ctas = problem.batch * problem.heads_kv
     keys = problem.total_kv * problem.heads_kv / max(ctas, sm_count(device))
-    return keys < 256 or (keys <= 2048 and ctas >= 2 * sm_count(device))
+    alike = 4 * problem.max_kv * problem.batch <= 5 * problem.total_kv
+    return keys < 256 or (keys <= 2048 and ctas >= 2 * sm_count(device) and alike)
 
 
 def sm_count(device: torch.device) -> int:

@@ -340,6 +340,7 @@ class Timer:
     min_rounds = 4
     max_rounds = 8
     cap_s = 1.0
+    rotates = True
     renews = True
 
     def __init__(self, device: torch.device) -> None:

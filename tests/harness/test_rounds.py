@@ -23,6 +23,7 @@ class Timer(fakes.Timer):
     min_rounds = 4
     max_rounds = 64
     cap_s = 60.0
+    rotates = True
     renews = False
 
     def __init__(self, slow: tuple[int, ...] = ()) -> None:
