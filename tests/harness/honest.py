@@ -26,7 +26,7 @@ def cut(keys: int, splits: int) -> list[tuple[int, int]]:
 
 
 def combine(outs: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge normalised partials ``[S, Hkv, G, D]`` by their LSE ``[S, Hkv, G]``; splits without keys are skipped."""
+    """Merge normalised partials ``[S, Hkv, G, D]`` by their LSE ``[S, Hkv, G]``, splits without keys skipped."""
     top = lse.amax(0)
     weight = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - top))
     total = weight.sum(0)
