@@ -30,7 +30,6 @@ the ring and its waits are written out, and the softmax denominator is summed ac
 """
 
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -48,6 +47,7 @@ from impls.splits import check_offsets
 try:
     import tilelang
     import tilelang.language as T
+    from tilelang.contrib.cc import get_cplus_compiler
 
     from impls.tilelang_machines import Ampere, Cpu, Hopper, Machine
 except Exception as error:  # its native libraries fail in more ways than ImportError
@@ -129,7 +129,10 @@ def split_kernel(
         Partial: T.Tensor([slots, heads_q, head_dim], accum),
         Partial_lse: T.Tensor([slots, heads_q], accum),
     ):
-        with machine.kernel(heads_kv * head_tiles, splits, threads=threads) as (bx, by):
+        # One axis: a grid's others end at 65535. The heads of a split are neighbours, for they share its rows.
+        with machine.kernel(splits * heads_kv * head_tiles, threads=threads) as pid:
+            bx = pid % (heads_kv * head_tiles)
+            by = pid // (heads_kv * head_tiles)
             Q_shared = machine.shared([block_h, dim], dtype)
             K_ring = machine.ring(num_stages, block_n, dim, dtype)
             V_ring = machine.ring(num_stages, block_n, dim, dtype)
@@ -259,7 +262,9 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
         Output: T.Tensor([batch, heads_q, head_dim], dtype),
         Lse: T.Tensor([batch, heads_q], accum),
     ):
-        with machine.kernel(heads_q, merges, threads=threads) as (bx, by):
+        with machine.kernel(merges * heads_q, threads=threads) as pid:
+            bx = pid % heads_q
+            by = pid // heads_q
             partial = machine.fragment([block_s, dim], accum)
             chunk_o = machine.fragment([dim], accum)
             acc_o = machine.fragment([dim], accum)
@@ -489,6 +494,17 @@ def _sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else CPU_CTAS
 
 
+def missing_compiler() -> str | None:
+    """What the C target lacks to compile here, or None: it takes CXX, CC, g++, clang++ or c++."""
+    try:
+        compiler = get_cplus_compiler()
+    except Exception as error:  # with what it looked for
+        return f"C++ compiler (TileLang's C target): {error}"
+    if compiler is None or shutil.which(compiler) is None:
+        return f"C++ compiler (TileLang's C target): expected {compiler or 'one'} on PATH, found none"
+    return None
+
+
 class TileLangSplitKV:
     """Our split-KV kernel in TileLang; see :class:`impls.contract.DecodeImpl`.
 
@@ -499,9 +515,8 @@ class TileLangSplitKV:
     name = "tilelang-splitkv"
 
     def __init__(self) -> None:
-        compiler = os.environ.get("CXX", "g++")
-        if not torch.cuda.is_available() and shutil.which(compiler) is None:
-            raise ImplUnavailable(f"C++ compiler: expected {compiler} on PATH (TileLang's C target), found none")
+        if not torch.cuda.is_available() and (missing := missing_compiler()):
+            raise ImplUnavailable(missing)
 
     def unsupported(self, problem: DecodeProblem, device: torch.device) -> str | None:
         """Refuses head dims that are not compiled, float32 on a GPU, and GPUs before sm_80."""
