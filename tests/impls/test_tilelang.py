@@ -149,10 +149,12 @@ def test_config_names_what_a_rerun_needs() -> None:
     assert {"block_n", "block_h", "num_stages", "threads", "tma", "warp_specialize"} <= set(config)
 
 
-def test_without_a_compiler_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiler", ["no-such-compiler", None])
+def test_without_a_compiler_it_is_unavailable(monkeypatch: pytest.MonkeyPatch, compiler: str | None) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ImplUnavailable, match=r"C\+\+ compiler .*expected no-such-compiler on PATH"):
+    monkeypatch.setattr(tilelang_splitkv, "get_cplus_compiler", lambda: compiler)
+    expected = r"C\+\+ compiler \(TileLang's C target\): expected (one|no-such-compiler) on PATH, found none"
+    with pytest.raises(ImplUnavailable, match=expected):
         tilelang_splitkv.TileLangSplitKV()
 
 
