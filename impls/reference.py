@@ -145,9 +145,11 @@ def _fill_sequence(result: Reference, b: int, inputs: DecodeInputs, rows: slice)
     s_error = FP32_UNIT * (magnitude + s.abs() + (top - s) + 4) * p  # p_j e_j
     p_error, p_lost = _weight_rounding(p, dtype)
     p_normalised = _rounding(p / total, dtype) * total
-    tied = _tied(s, p)
-    shared = torch.where(tied, s_error, 0.0)  # errors that equal scores have in common
-    shared_lse = shared.sum(-1, keepdim=True) / total
+    equal = _equal(s)
+    tied = equal & (p < 1 - 1e-9)
+    # Equal scores have their error in common. At the maximum it leaves the weights as they are, but not the LSE.
+    shared = torch.where(tied, s_error, 0.0)
+    shared_lse = torch.where(equal, s_error, 0.0).sum(-1, keepdim=True) / total
     if dtype != torch.float32:
         shared += torch.where(tied, torch.minimum(unit_roundoff(dtype) * p, 1 - p), 0.0)
     any_tied = bool(tied.any())
@@ -234,8 +236,8 @@ def _rounding(weights: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(weights) if dtype == torch.float32 else weights.to(dtype).double() - weights
 
 
-def _tied(s: Tensor, p: Tensor) -> Tensor:
-    """Which keys share their score with another one, other than the largest score; bool ``[Hkv, G, n]``.
+def _equal(s: Tensor) -> Tensor:
+    """Which keys share their score with another one; bool ``[Hkv, G, n]``.
 
     Equal rows of K give scores that differ in the last bits of float64, by where they fell in a piece.
     """
@@ -244,4 +246,4 @@ def _tied(s: Tensor, p: Tensor) -> Tensor:
     neighbour = torch.zeros_like(ordered, dtype=torch.bool)
     neighbour[..., 1:] |= same
     neighbour[..., :-1] |= same
-    return torch.zeros_like(neighbour).scatter(-1, order, neighbour) & (p < 1 - 1e-9)
+    return torch.zeros_like(neighbour).scatter(-1, order, neighbour)

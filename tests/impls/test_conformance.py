@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -384,6 +387,18 @@ def test_new_lengths_and_batch_sizes_never_recompile(name: str) -> None:
     assert kernels(name).compiled_variants() == before > 0
 
 
+@contextmanager
+def sync_is_an_error() -> Iterator[None]:
+    """Whatever waits for the GPU raises."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_run_only_launches(name: str) -> None:
@@ -393,11 +408,8 @@ def test_run_only_launches(name: str) -> None:
     plan = LOADED[name].plan(shape, DEVICE)
     plan.run(inputs, plan.new_output())
     target = plan.new_output()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_is_an_error():
         plan.run(inputs, target)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = plan.run(inputs, target)
