@@ -169,18 +169,28 @@ def test_bad_split_counts_are_refused(name: str, value: Scalar) -> None:
 # --- nothing else is read ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("fill", [math.nan, math.inf])
 @pytest.mark.parametrize("name", AVAILABLE)
-def test_nothing_else_is_read(name: str, fill: float) -> None:
+def test_nothing_else_is_read(name: str, fill: float, splits: int) -> None:
     """Guard rows and all other sequences hold NaN or infinity; a sequence's output is bit-identical."""
     inputs = make_inputs(problem(5, 0, 70, 33), 3, DEVICE)
-    tuning: dict[str, Scalar] = {"num_splits": 3}
+    tuning: dict[str, Scalar] = {"num_splits": splits}
     expected = run(name, guard(inputs, fill=1.0), tuning)
     for b in range(inputs.problem.batch):
         got = run(name, isolate(inputs, b, fill=fill), tuning)
         assert torch.equal(got.out[b], expected.out[b])
         if expected.lse is not None and got.lse is not None:
             assert torch.equal(got.lse[b], expected.lse[b])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OURS)
+def test_more_sequences_than_a_second_grid_axis_holds(name: str) -> None:
+    """With one key each, every output is that key's value."""
+    inputs = make_inputs(problem(*[1] * 70_000, heads=(4, 2)), 3, DEVICE)
+    got = run(name, inputs, {"num_splits": 1})
+    assert torch.equal(got.out, inputs.v.repeat_interleave(2, dim=1))
 
 
 # --- layout and offsets -----------------------------------------------------------------------------------
