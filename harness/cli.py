@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.families import FAMILY_NAMES
-from harness.record import SELFTEST_FILE, STATUSES, RecordError
-from harness.runner import CHECKS_FILE, Outcome, RunError, check_study, run_study
+from harness.record import CHECKS_FILE, IMPOSTORS_FILE, SELFTEST_FILE, STATUSES, RecordError
+from harness.runner import Outcome, RunError, check_study, run_study
 from harness.selftest import EXPERIMENTS, run_selftest
 from harness.study import (
     REPORTS,
@@ -194,7 +194,9 @@ def render(
     from harness.render import render_study
 
     folders = [
-        Path(study) if (Path(study) / SELFTEST_FILE).is_file() else study_folder(find_study(study))
+        Path(study)
+        if any((Path(study) / name).is_file() for name in (SELFTEST_FILE, IMPOSTORS_FILE))
+        else study_folder(find_study(study))
         for study in studies
     ]
     readme = render_study(folders)

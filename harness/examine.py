@@ -150,5 +150,5 @@ class Examiner:
             status="ok" if caught is None else "wrong",
             reason=None if caught is None else f"{caught}: {subject.found.reason}",
             config=subject.plan.config,
-            check={**subject.found.to_dict(), **subject.facts, "pairs": pairs},
+            check={**subject.found.to_dict(), **subject.facts, "entry": who, "pairs": pairs},
         )

@@ -5,8 +5,8 @@ Run as ``python -m harness.fuzz``. Each problem follows from a seed and its numb
 inputs and memory layouts. The file of ``kind: check`` records is appended to as it goes, so that a second call
 continues where the first stopped.
 
-An answer over its budget is tried again in a process of its own. It is called true if it is at least
-:data:`TRUE_SHARE` times over budget there too, else a false alarm.
+An answer over its budget is tried again in a process of its own, and the report calls it true only if it is far
+over its budget there too (:mod:`harness.render.checks`); else it is a false alarm.
 
 Shapes come from a short list (:data:`SHAPES`): lengths, batch sizes and split counts never compile a kernel,
 heads, head dims and dtypes do. Before the first problem the kernels of all shapes are compiled in parallel
@@ -36,7 +36,7 @@ from harness.check import CheckResult, check_plan
 from harness.env import default_device, environment
 from harness.families import FAMILY_NAMES
 from harness.inputs import guard, make_inputs
-from harness.record import Record
+from harness.record import RANDOM_FILE, Record
 from impls.catalog import OURS, load
 from impls.contract import DecodeImpl, DecodeInputs, ImplUnavailable, InputError, PlanRefused, Scalar
 from impls.problem import DecodeProblem
@@ -71,9 +71,6 @@ MAX_KEYS = 70_000
 SPLITS: tuple[Scalar, ...] = ("auto", "auto", "auto", 1, 2, 3, 4, 5, 7, 8, 16, 33, 64, 128, 200)
 """Asked of our own kernels."""
 
-TRUE_SHARE = 2.0
-"""The share of its budget from which a reproduced failure is a true one."""
-
 MAX_RETRIES = 8
 """Failures that are tried again in a process of their own."""
 
@@ -83,7 +80,8 @@ class Draw:
     """One random problem, and how it is asked.
 
     Args:
-        number: in the sequence of the seed.
+        sequence: the seed of the sequence of problems.
+        number: in that sequence.
         problem: what is to be computed.
         family: of the inputs.
         layout: of K and V.
@@ -91,6 +89,7 @@ class Draw:
         seed: of the inputs.
     """
 
+    sequence: int
     number: int
     problem: DecodeProblem
     family: str
@@ -123,6 +122,7 @@ def draw(seed: int, number: int) -> Draw:
         lens.remove(max(lens))
     heads_q, heads_kv, head_dim, dtype = rng.choice(SHAPES)
     return Draw(
+        sequence=seed,
         number=number,
         problem=DecodeProblem(
             kv_lens=tuple(lens),
@@ -161,7 +161,7 @@ def try_one(impl: DecodeImpl, drawn: Draw, inputs: DecodeInputs, ref: Reference)
         result = check_plan(plan, inputs, ref)
     except (PlanRefused, InputError) as refusal:
         return {"status": "unsupported", "reason": str(refusal)}
-    asked = {"family": drawn.family, "layout": drawn.layout, **tuning}
+    asked = {"sequence": drawn.sequence, "family": drawn.family, "layout": drawn.layout, **tuning}
     status = "ok" if result.ok else "wrong"
     return {"status": status, "reason": result.reason, "config": asked, "check": _short(result)}
 
@@ -280,24 +280,23 @@ def _record(run_id: str, drawn: Draw, name: str, row: Mapping[str, object]) -> R
     )
 
 
-def is_true(row: Record) -> bool | None:
-    """Whether a wrong result came again at :data:`TRUE_SHARE` times its budget; None if it was not tried again."""
-    if "again" not in row["config"]:
-        return None
-    again = row["config"]["again"]
-    return again is not None and min(share(row["check"]), share(again)) >= TRUE_SHARE
-
-
 def main() -> int:
     """The command line; 1 if an answer was over its budget."""
     parser = argparse.ArgumentParser(prog="python -m harness.fuzz", description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=3000, help="problems in all, those of earlier calls included")
-    parser.add_argument("--out", type=Path, required=True, help="file of records; continued where it exists")
+    parser.add_argument("--only", type=int, help="this problem alone, without records")
+    parser.add_argument("--out", type=Path, default=Path("reports/check") / RANDOM_FILE, help="records; continued")
     parser.add_argument("--seed", type=int, default=0, help="of the sequence of problems")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--budget-s", type=float, default=math.inf, help="begin no problem after so many seconds")
     parser.add_argument("--impls", default=",".join(IMPLS), help="implementation ids, with commas between")
     asked = parser.parse_args()
+    if asked.only is not None:
+        print(draw(asked.seed, asked.only))
+        found = {name: try_again(asked.seed, asked.only, name, asked.device) for name in asked.impls.split(",")}
+        for name, row in found.items():
+            print(f"{name}: {row['status']} {row['reason'] or ''} {row.get('check') or ''}")
+        return 1 if any(row["status"] == "wrong" for row in found.values()) else 0
     rows = fuzz(
         asked.out,
         count=asked.count,

@@ -46,6 +46,15 @@ READ_CEILING = "read-ceiling"
 SELFTEST_FILE = "selftest.jsonl"
 """The trials in which the harness measures itself, in a folder of their own."""
 
+CHECKS_FILE = "checks.jsonl"
+"""The checks of a study, beside the records of its runs."""
+
+IMPOSTORS_FILE = "impostors.jsonl"
+"""Wrong kernels that the check was tried on, in a folder of their own."""
+
+RANDOM_FILE = "random.jsonl"
+"""Random problems that implementations were tried on, beside the impostors."""
+
 Record: TypeAlias = dict[str, Any]
 
 

@@ -40,9 +40,6 @@ from harness.worker import (
     default_method,
 )
 
-CHECKS_FILE = "checks.jsonl"
-"""Where ``check`` leaves its records, beside those of the runs."""
-
 VOLATILE = ("clocks",)
 """Keys of a run's environment that change by themselves, and do not make it another environment."""
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.record import SELFTEST_FILE
+from harness.record import IMPOSTORS_FILE, SELFTEST_FILE
 
 
 def render_study(folders: Sequence[Path]) -> Path:
     """Write the report of one study, of several as one comparison, or of the harness's measurements of itself.
 
     Args:
-        folders: study folders that hold a ``records.jsonl``, or one that holds a ``selftest.jsonl``. One
-            folder's report goes into that folder; that of several into a folder beside the first, named after
-            all of them.
+        folders: study folders that hold a ``records.jsonl``, or one that holds a ``selftest.jsonl`` or an
+            ``impostors.jsonl``. One folder's report goes into that folder; that of several into a folder beside
+            the first, named after all of them.
 
     Returns:
         The path of the report's ``README.md``; its figures lie beside it in ``figures/``.
@@ -28,12 +28,17 @@ def render_study(folders: Sequence[Path]) -> Path:
         from harness.render.timing import write_timing_report
 
         return write_timing_report(folders[0])
+    if len(folders) == 1 and (folders[0] / IMPOSTORS_FILE).is_file():
+        from harness.render.checks import write_check_report
+
+        return write_check_report(folders[0])
 
     # pandas, matplotlib and seaborn take a second to import: only a render pays for them.
+    from harness.render.checks import deep_check
     from harness.render.figures import draw_all
     from harness.render.frame import load
     from harness.render.markdown import write_report
 
     comparison = load(folders)
     target = folders[0] if len(folders) == 1 else folders[0].parent / "+".join(f.name for f in folders)
-    return write_report(comparison, draw_all(comparison, target / "figures"), target)
+    return write_report(comparison, draw_all(comparison, target / "figures"), target, deep=deep_check(target))

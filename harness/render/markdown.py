@@ -69,9 +69,14 @@ class Picture:
     caption: str
 
 
-def write_report(comparison: Comparison, drawn: Mapping[str, Drawn], folder: Path) -> Path:
-    """Write the report's ``README.md`` into ``folder`` and return its path."""
-    return fill("report.md.j2", context(comparison, drawn), folder)
+def write_report(
+    comparison: Comparison, drawn: Mapping[str, Drawn], folder: Path, *, deep: Mapping[str, Any] | None = None
+) -> Path:
+    """Write the report's ``README.md`` into ``folder`` and return its path.
+
+    ``deep`` is what :func:`harness.render.checks.deep_check` has to say, if anything.
+    """
+    return fill("report.md.j2", {**context(comparison, drawn), "deep": deep}, folder)
 
 
 def fill(template: str, values: Mapping[str, Any], folder: Path) -> Path:
