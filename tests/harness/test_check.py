@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.check import budget, check_plan, compare
+from harness.check import budget, check_plan, compare, disagreement
 from harness.inputs import FAMILIES, make_inputs
 from impls.contract import DecodeInputs, DecodeOutput, empty_output
 from impls.problem import DecodeProblem
@@ -133,6 +133,54 @@ def test_budgets_of_rows_do_not_mix():
     result = judge(inputs, output)
     assert "row (sequence 1, head" in result.reason
     assert result.rel_l2 < 0.03
+
+
+@pytest.mark.parametrize("n", [4096, 65536])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_one_key_counts_at_any_length(n, dtype):
+    """In the exact family: one key of the middle, at no edge of anything, lost in 65536."""
+    problem = DecodeProblem(kv_lens=(n,), heads_q=2, heads_kv=1, head_dim=64, dtype=dtype)
+    inputs = make_inputs(problem, 0, "cpu", family="exact")
+    ref = reference(inputs)
+    for splits in (1, 7):
+        assert compare(honest(inputs, splits=splits, block=1024), ref, problem).worst_element < 0.9
+    keep = torch.arange(n) != n // 3
+    fewer = DecodeInputs(
+        problem=replace(problem, kv_lens=(n - 1,)),
+        q=inputs.q,
+        k=inputs.k[keep],
+        v=inputs.v[keep],
+        cu_seqlens_k=torch.tensor([0, n - 1]).int(),
+    )
+    assert compare(honest(fewer, splits=7, block=1024), ref, problem).worst_row > 50
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_that_round_normalised_weights_pass(family, dtype):
+    problem = DecodeProblem(kv_lens=(1, 2, 63, 200), heads_q=4, heads_kv=2, head_dim=64, dtype=dtype)
+    inputs = make_inputs(problem, 0, "cpu", family=family)
+    out = torch.zeros(4, 4, 64)
+    for b, (first, keys) in enumerate(zip(problem.cu_seqlens, problem.kv_lens, strict=False)):
+        q = inputs.q[b].float().reshape(2, 2, 64)
+        k, v = (t[first : first + keys].float().transpose(0, 1) for t in (inputs.k, inputs.v))
+        weights = (problem.softmax_scale * q @ k.mT).softmax(-1).to(inputs.q.dtype).float()
+        out[b] = (weights @ v).flatten(0, 1)
+    result = judge(inputs, DecodeOutput(out.to(inputs.q.dtype), None))
+    assert result.ok, result.reason
+
+
+def test_disagreement_is_told_in_the_terms_of_an_error():
+    inputs = make_inputs(P, 0, "cpu")
+    ref = reference(inputs)
+    right = honest(inputs)
+    other = DecodeOutput(right.out.clone(), None)
+    other.out[0, 0] += 0.25
+    apart = disagreement(right, other, ref, P)
+    error = (other.out[0, 0].double() - right.out[0, 0].double()).norm()
+    assert apart["rel_l2"] == pytest.approx((error / ref.out.norm()).item())
+    assert apart["worst_row"] == pytest.approx((error / budget(ref, P).row[0, 0]).item())
+    assert disagreement(right, right, ref, P) == {"rel_l2": 0.0, "worst_row": 0.0}
 
 
 # --- wrong outputs fail ---------------------------------------------------------------------------------

@@ -71,8 +71,19 @@ def test_needle_keys_are_the_ends_and_both_sides_of_each_edge():
         edges = [1001 * s // splits for s in range(splits + 1)]
         wanted = {edge - 1 for edge in edges[1:]} | set(edges[:-1])
         assert wanted <= set(needle_keys(1001))
+    assert set(needle_keys(1001, [77])) == set(needle_keys(1001)) | {
+        key for s in range(78) for edge in [1001 * s // 77] for key in (edge - 1, edge) if 0 <= key < 1001
+    }
     assert needle_keys(0) == []
     assert needle_keys(2) == [0, 1]
+
+
+def test_a_plans_own_edges_are_needles_too():
+    problem = DecodeProblem(kv_lens=(0, 1001), heads_q=1, heads_kv=1, head_dim=64)
+    plain = make_inputs(problem, 0, "cpu", family="needles")
+    marked = make_inputs(problem, 0, "cpu", family="needles", split_counts=[(1, 77)])
+    moved = (plain.k != marked.k).flatten(1).any(1).nonzero().flatten().tolist()
+    assert set(needle_keys(1001, [77])) - set(needle_keys(1001)) <= set(moved)
 
 
 @pytest.mark.parametrize("scale", [None, 1.0, 0.01])
@@ -94,12 +105,30 @@ def test_tags_tell_heads_and_sequences_apart():
         assert (a - b).norm() > 20
 
 
-def test_exact_is_exact():
-    problem = DecodeProblem(kv_lens=(256,), heads_q=2, heads_kv=1, head_dim=64)
+@pytest.mark.parametrize("n", [1, 2, 3, 200, 4096])
+def test_exact_sums_are_small_and_exact_but_no_part_of_them_is(n):
+    problem = DecodeProblem(kv_lens=(n, 7), heads_q=2, heads_kv=1, head_dim=64)
     inputs = make_inputs(problem, 0, "cpu", family="exact")
     ref = reference(inputs)
-    assert torch.equal(ref.out * 256, (ref.out * 256).round())
-    torch.testing.assert_close(ref.lse, torch.full_like(ref.lse, math.log(256)))
+    assert ref.exact.all()
+    sums = inputs.v[:n].double().sum(0)
+    torch.testing.assert_close(ref.out[0], sums.expand(2, -1) / n, atol=1e-15, rtol=1e-12)
+    assert sums.abs().min() >= 1
+    assert sums.abs().max() <= 4
+    if n >= 200:
+        for part in (inputs.v[: n // 2], inputs.v[n // 3 : n], inputs.v[1:n]):
+            assert part.double().sum(0).norm() > 2 * sums.norm()
+    torch.testing.assert_close(ref.lse[0], torch.full((2,), math.log(n), dtype=torch.float64))
+
+
+def test_sums_that_float32_cannot_hold_are_not_exact():
+    problem = DecodeProblem(kv_lens=(64, 64), heads_q=1, heads_kv=1, head_dim=8, dtype="float32")
+    inputs = make_inputs(problem, 0, "cpu", family="exact")
+    inputs.v[:64, :, 0] = 2.0**19  # 64 of them make 2^25
+    inputs.v[64, :, 1] = 0.5
+    exact = reference(inputs).exact
+    assert exact[0, 0].tolist() == [False, *[True] * 7]
+    assert exact[1, 0].tolist() == [True, False, *[True] * 6]
 
 
 def test_extreme_scores_reach_ten_thousand():

@@ -88,6 +88,44 @@ def test_unknown_keys_are_kept(tmp_path: Path) -> None:
     assert rec.read(path)[0]["later"] == {"k": [1, 2]}
 
 
+def checked(**changes: Any) -> rec.Record:
+    numbers = {"rel_l2": 0.1, "worst_row": None, "lse_err": None, "finite": True}
+    row = {
+        "run_id": "r",
+        "case": "b2",
+        "impl": "x",
+        "status": "ok",
+        "problem": PROBLEM,
+        "seed": 3,
+        "check": numbers,
+    }
+    return rec.check_record(**{**row, **changes})
+
+
+def test_a_check_is_kept_with_what_it_found(tmp_path: Path) -> None:
+    path = tmp_path / "checks.jsonl"
+    rec.append(path, checked(), checked(impl="y", status="wrong", reason="row 3", config={"num_splits": 4}))
+    first, second = rec.read(path)
+    assert (first["kind"], first["config"], first["check"]["rel_l2"]) == ("check", {}, 0.1)
+    assert (second["reason"], second["config"]) == ("row 3", {"num_splits": 4})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"status": "wrong"}, "reason: expected a non-empty string, for status wrong, got None"),
+        ({"seed": None}, "seed: expected an integer, got None"),
+        (
+            {"check": {"finite": 1, "rel_l2": 0, "worst_row": 0, "lse_err": 0}},
+            "check.finite: expected true or false",
+        ),
+    ],
+)
+def test_a_check_that_breaks_the_schema_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(rec.RecordError, match=re.escape(message)):
+        checked(**changes)
+
+
 def test_kinds_of_later_use_are_read(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     record = {"kind": "trial", "schema": 1, "run_id": "r", "case": "b2", "impl": "x", "verdict": "ok"}
