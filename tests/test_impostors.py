@@ -64,29 +64,28 @@ def test_every_visible_impostor_is_caught_in_other_dtypes(dtype):
 
 
 @pytest.mark.slow
-def test_every_visible_impostor_is_caught_at_long_context():
-    verdicts = list(judge_all(131072, CPU))
+@pytest.mark.timeout(1200)
+def test_every_visible_impostor_is_caught_at_long_context(device):
+    verdicts = list(judge_all(131072, device))
     check(verdicts)
     assert {v.impostor for v in verdicts if not v.counts} == WITHOUT_EFFECT[131072]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["simulated", *OURS])
+@pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_every_visible_impostor_is_caught_on_a_gpu(length, name):
-    device = torch.device("cuda")
-    if name == "simulated":
-        check(list(judge_all(length, device)))
-        return
+def test_every_visible_impostor_around_a_real_kernel_is_caught(length, name):
     impostors = [impostor for impostor in IMPOSTORS if not impostor.simulated]
-    check(list(judge_all(length, device, right=around(load(name)), impostors=impostors)))
+    check(list(judge_all(length, torch.device("cuda"), right=around(load(name)), impostors=impostors)))
 
 
 # --- impostors that only a graph shows --------------------------------------------------------------------
 
 
 def launches_nothing_in_a_graph(inputs: DecodeInputs, output: DecodeOutput) -> None:
-    if not torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
+        output.out.mul_(1)  # but for this, of which an empty graph is warned
+    else:
         simulated(inputs, output)
 
 
