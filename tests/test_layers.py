@@ -17,7 +17,10 @@ HEAVY = {"torch", "triton", "tilelang", "flash_attn", "flash_attn_interface", "f
 
 PLOTTING = {"matplotlib", "pandas", "seaborn", "scipy"}
 
-LIGHT = ("harness.study", "harness.workloads", "harness.record", "harness.cost", "harness.stats", "harness.render")
+LIGHT = (
+    *("harness.study", "harness.workloads", "harness.families"),
+    *("harness.record", "harness.cost", "harness.stats", "harness.render"),
+)
 """What reads studies and renders reports: it must work where no library of :data:`HEAVY` is installed."""
 
 
