@@ -71,6 +71,9 @@ MAX_KEYS = 70_000
 SPLITS: tuple[Scalar, ...] = ("auto", "auto", "auto", 1, 2, 3, 4, 5, 7, 8, 16, 33, 64, 128, 200)
 """Asked of our own kernels."""
 
+REASON_CHARS = 500
+"""Where the text of an exception is cut."""
+
 MAX_RETRIES = 8
 """Failures that are tried again in a process of their own."""
 
@@ -219,6 +222,9 @@ def fuzz(
 
     Returns:
         All records of ``kind: check`` in the file.
+
+    Raises:
+        Exception: what an implementation raises, after it was recorded as ``failed``.
     """
     started = time.monotonic()
     known = record.read(path) if path.exists() else []
@@ -239,13 +245,20 @@ def fuzz(
             break
         drawn = draw(seed, number)
         inputs, ref = make_material(drawn, torch.device(device))
-        rows = []
+        rows: list[Record] = []
         for name in names:
             impl = _load(name)
+            row: dict[str, object]
             if isinstance(impl, str):
-                row: dict[str, object] = {"status": "unavailable", "reason": impl}
+                row = {"status": "unavailable", "reason": impl}
             else:
-                row = dict(try_one(impl, drawn, inputs, ref))
+                try:
+                    row = dict(try_one(impl, drawn, inputs, ref))
+                except Exception as error:
+                    # The device may be gone with it: what is known is written, and the next call goes on behind it.
+                    row = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:REASON_CHARS]}
+                    record.append(path, *rows, _record(str(run["run_id"]), drawn, name, row))
+                    raise
             if row["status"] == "wrong" and retries < MAX_RETRIES:
                 retries += 1
                 with _processes(1) as pool:
@@ -309,7 +322,7 @@ def main() -> int:
         shares = [share(r["check"]) for r in rows if (r["impl"], r["status"]) == (name, status) and r["check"]]
         print(f"{name:18} {status:12} {number:6}" + (f"  worst share {max(shares):.3f}" if shares else ""))
     print(f"{len({r['case'] for r in rows})} of {asked.count} problems")
-    return 1 if any(r["status"] == "wrong" for r in rows) else 0
+    return 1 if any(r["status"] in ("wrong", "failed") for r in rows) else 0
 
 
 if __name__ == "__main__":

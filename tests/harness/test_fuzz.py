@@ -49,6 +49,21 @@ def test_an_interrupted_run_goes_on(tmp_path):
     assert sum(r["kind"] == "run" for r in record.read(path)) == 2
 
 
+def test_what_raises_is_recorded_and_left_behind(tmp_path, monkeypatch):
+    class Raises(TorchSdpa):
+        def plan(self, problem, device, tuning=None):
+            raise RuntimeError("an illegal memory access was encountered")
+
+    path = tmp_path / "random.jsonl"
+    monkeypatch.setattr(fuzz, "_load", lambda name: Raises())
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        fuzz.fuzz(path, count=2, seed=3, device="cpu", names=("torch-sdpa",))
+    monkeypatch.undo()
+    rows = fuzz.fuzz(path, count=2, seed=3, device="cpu", names=("torch-sdpa",))
+    assert [(r["case"], r["status"]) for r in rows] == [("random_00000", "failed"), ("random_00001", "ok")]
+    assert rows[0]["reason"] == "RuntimeError: an illegal memory access was encountered"
+
+
 def test_no_problem_is_begun_after_the_budget(tmp_path):
     path = tmp_path / "random.jsonl"
     assert fuzz.fuzz(path, count=3, seed=3, device="cpu", names=("torch-sdpa",), budget_s=0) == []
