@@ -60,7 +60,7 @@ def _headline(impostors: Sequence[Record], tried: Sequence[Record]) -> list[str]
     count = [r for r in impostors if r["config"]["counts"]]
     missed = [r for r in count if r["status"] != "wrong"]
     sentences = [
-        f"{len(names)} wrong kernels were tried at {join(list(map(str, _lengths(impostors))))} keys, "
+        f"{len(names)} wrong kernels were tried at {join([f'{n:,}' for n in _lengths(impostors)])} keys, "
         f"{len(count)} times with an error that is visible at all: "
         + ("all were caught." if not missed else f"**{len(missed)} were missed**.")
     ]
