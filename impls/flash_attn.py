@@ -11,9 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from impls.contract import DecodeInputs, ImplUnavailable, Scalar, check_tuning
+from impls.contract import ImplUnavailable, Scalar, check_tuning
 from impls.problem import DecodeProblem
 from impls.varlen_plan import VarlenImpl, VarlenPlan
 
@@ -38,20 +37,6 @@ class FlashAttn2(VarlenImpl):
         """See :meth:`impls.contract.DecodeImpl.plan`; there is nothing to tune."""
         check_tuning(tuning, {})
 
-        def call(inputs: DecodeInputs, cu_seqlens_q: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse, _ = self._function(
-                inputs.q,
-                inputs.k,
-                inputs.v,
-                cu_seqlens_q,
-                inputs.cu_seqlens_k,
-                1,
-                problem.max_kv,
-                softmax_scale=problem.softmax_scale,
-                return_attn_probs=True,
-            )
-            return out, lse
-
         note = "one count for the whole batch, from its longest sequence"
         if problem.group == 1:
             note = "cannot split: varlen splits only where heads_q > heads_kv"
@@ -63,7 +48,8 @@ class FlashAttn2(VarlenImpl):
             "splits_max": splits_of_flash_attn_2(problem, _sm_count(device)),
             "splits_note": note,
         }
-        return VarlenPlan(problem, device, call, config)
+        options = {"softmax_scale": problem.softmax_scale, "return_attn_probs": True}
+        return VarlenPlan(problem, device, self._function, options, config)
 
 
 class FlashAttn3(VarlenImpl):
@@ -96,21 +82,6 @@ class FlashAttn3(VarlenImpl):
         """See :meth:`impls.contract.DecodeImpl.plan`; ``num_splits`` 0 leaves the choice to the library."""
         num_splits = check_tuning(tuning, {"num_splits": 0})["num_splits"]
 
-        def call(inputs: DecodeInputs, cu_seqlens_q: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse, *_ = self._function(
-                inputs.q,
-                inputs.k,
-                inputs.v,
-                cu_seqlens_q,
-                inputs.cu_seqlens_k,
-                1,
-                problem.max_kv,
-                softmax_scale=problem.softmax_scale,
-                num_splits=num_splits,
-                **self._asking,
-            )
-            return out, lse
-
         config: dict[str, Scalar] = {
             "library": "flash-attn",
             "version": self._version,
@@ -119,7 +90,8 @@ class FlashAttn3(VarlenImpl):
             "splits_max": None,
             "splits_note": "chosen by the library for each sequence, on the device; not reported",
         }
-        return VarlenPlan(problem, device, call, config)
+        options = {"softmax_scale": problem.softmax_scale, "num_splits": num_splits, **self._asking}
+        return VarlenPlan(problem, device, self._function, options, config)
 
 
 def splits_of_flash_attn_2(problem: DecodeProblem, sm_count: int) -> int:

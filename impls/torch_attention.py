@@ -48,20 +48,6 @@ class TorchVarlen(VarlenImpl):
         """See :meth:`impls.contract.DecodeImpl.plan`; there is nothing to tune."""
         check_tuning(tuning, {})
 
-        def call(inputs: DecodeInputs, cu_seqlens_q: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse = self._function(
-                inputs.q,
-                inputs.k,
-                inputs.v,
-                cu_seqlens_q,
-                inputs.cu_seqlens_k,
-                1,
-                problem.max_kv,
-                scale=problem.softmax_scale,
-                **self._options,
-            )
-            return out, lse
-
         config: dict[str, Scalar] = {
             "library": "torch",
             "version": torch.__version__,
@@ -70,7 +56,8 @@ class TorchVarlen(VarlenImpl):
             "splits_max": None,
             "splits_note": "chosen by the flash-attn built into torch; not reported",
         }
-        return VarlenPlan(problem, device, call, config)
+        options = {"scale": problem.softmax_scale, **self._options}
+        return VarlenPlan(problem, device, self._function, options, config)
 
 
 class SdpaPlan:

@@ -13,16 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
-from typing import TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from impls.contract import TORCH_DTYPES, DecodeInputs, DecodeOutput, Scalar, empty_output
 from impls.problem import DecodeProblem
-
-VarlenCall: TypeAlias = Callable[[DecodeInputs, Tensor], tuple[Tensor, Tensor]]
-"""``(inputs, cu_seqlens_q [B + 1] int32)`` to ``out [B, Hq, D]`` and ``lse [Hq, B]`` float32."""
 
 
 class VarlenPlan:
@@ -31,17 +28,26 @@ class VarlenPlan:
     Args:
         problem: what is to be computed.
         device: where.
-        call: the library's function with everything but the tensors filled in.
+        function: the library's. It takes q, k, v, the offsets of queries and of keys and the longest of each,
+            and returns ``out [B, Hq, D]``, ``lse [Hq, B]`` float32, and whatever else.
+        options: its other arguments.
         config: what the record says about it.
     """
 
     def __init__(
-        self, problem: DecodeProblem, device: torch.device, call: VarlenCall, config: Mapping[str, Scalar]
+        self,
+        problem: DecodeProblem,
+        device: torch.device,
+        function: Callable[..., tuple[Any, ...]],
+        options: Mapping[str, Any],
+        config: Mapping[str, Scalar],
     ) -> None:
         self.config = config
         self._problem = problem
         self._device = device
-        self._call = call
+        self._function = function
+        self._options = options
+        self._max_kv = problem.max_kv  # a maximum over all lengths: not in every launch
         self._cu_seqlens_q = torch.arange(problem.batch + 1, dtype=torch.int32, device=device)
         empty = [b for b, n in enumerate(problem.kv_lens) if n == 0]
         self._empty = torch.tensor(empty, dtype=torch.int64, device=device) if empty else None
@@ -57,7 +63,8 @@ class VarlenPlan:
         """Call the library; ``out`` is not used."""
         if self._problem.batch == 0:
             return empty_output(self._problem, self._device)
-        result, lse = self._call(inputs, self._cu_seqlens_q)
+        q, k, v, cu_seqlens_q, cu_seqlens_k = inputs.q, inputs.k, inputs.v, self._cu_seqlens_q, inputs.cu_seqlens_k
+        result, lse, *_ = self._function(q, k, v, cu_seqlens_q, cu_seqlens_k, 1, self._max_kv, **self._options)
         lse = lse.t()  # [B, Hq]
         if self._empty is not None:
             lse.index_fill_(0, self._empty, -inf)
