@@ -96,6 +96,7 @@ class SplitKVPlan:
             )
         self.split_counts: tuple[int, ...] = tuple(counts.tolist())
         self._problem = problem
+        self._total_kv = problem.total_kv  # a sum over all lengths: not in every launch
         self._device = device
         self._items = torch.from_numpy(table.items).to(device)  # [splits, 4]
         self._merges = torch.from_numpy(table.merges).to(device)  # [merged sequences, 4]
@@ -121,7 +122,7 @@ class SplitKVPlan:
         """Launch the split kernel and, where a sequence has several splits, the combine kernel."""
         out = out or self.new_output()
         assert out.lse is not None, "out.lse: expected a tensor, as new_output() makes it, got None"
-        if not self._problem.total_kv:  # nothing to read: no kernel is needed to say so
+        if not self._total_kv:  # nothing to read: no kernel is needed to say so
             out.out.zero_()
             out.lse.fill_(float("-inf"))
             return out
