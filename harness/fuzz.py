@@ -23,11 +23,12 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -41,6 +42,9 @@ from impls.catalog import OURS, load
 from impls.contract import DecodeImpl, DecodeInputs, ImplUnavailable, InputError, PlanRefused, Scalar
 from impls.problem import DecodeProblem
 from impls.reference import Reference, reference
+
+Row: TypeAlias = dict[str, object]
+"""What is known of one implementation on one problem: ``status``, ``reason``, ``config``, ``check``."""
 
 IMPLS = (*OURS, "flash-attn-2", "flash-attn-3")
 """What is tried unless the caller says otherwise."""
@@ -154,7 +158,7 @@ def make_material(drawn: Draw, device: torch.device) -> tuple[DecodeInputs, Refe
     return inputs, reference(inputs)
 
 
-def try_one(impl: DecodeImpl, drawn: Draw, inputs: DecodeInputs, ref: Reference) -> Mapping[str, object]:
+def try_one(impl: DecodeImpl, drawn: Draw, inputs: DecodeInputs, ref: Reference) -> Row:
     """One implementation on one problem: ``status``, ``reason``, ``config`` and ``check``, as a record has them."""
     if rule := impl.unsupported(drawn.problem, inputs.device):
         return {"status": "unsupported", "reason": rule}
@@ -183,7 +187,7 @@ def share(check: Mapping[str, object]) -> float:
     return max((float(str(value)) for value in values), default=math.inf)
 
 
-def try_again(seed: int, number: int, name: str, device: str) -> Mapping[str, object]:
+def try_again(seed: int, number: int, name: str, device: str) -> Row:
     """One problem through one implementation, from nothing; for a process of its own."""
     drawn = draw(seed, number)
     return try_one(load(name), drawn, *make_material(drawn, torch.device(device)))
@@ -208,7 +212,14 @@ def _load(name: str) -> DecodeImpl | str:
 
 
 def fuzz(
-    path: Path, *, count: int, seed: int, device: str, names: Sequence[str] = IMPLS, budget_s: float = math.inf
+    path: Path,
+    *,
+    count: int,
+    seed: int,
+    device: str,
+    names: Sequence[str] = IMPLS,
+    budget_s: float = math.inf,
+    jobs: int = 1,
 ) -> list[Record]:
     """Try the problems that the file does not have yet.
 
@@ -219,14 +230,16 @@ def fuzz(
         device: ``cpu`` or ``cuda``.
         names: implementation ids.
         budget_s: seconds after which no further problem is begun.
+        jobs: problems that are tried at a time, each in a process; 1 is this process.
 
     Returns:
         All records of ``kind: check`` in the file.
 
     Raises:
-        Exception: what an implementation raises, after it was recorded as ``failed``.
+        RuntimeError: with what an implementation raised, after it was recorded as ``failed``: the device may
+            be gone with it. The next call goes on behind it.
     """
-    started = time.monotonic()
+    deadline = time.monotonic() + budget_s
     known = record.read(path) if path.exists() else []
     done = {r["case"] for r in known if r["kind"] == "check"}
     todo = [number for number in range(count) if f"random_{number:05}" not in done]
@@ -240,34 +253,63 @@ def fuzz(
     run = record.run_record(record.new_run_id(), "random", environment(device))
     record.append(path, run)
     retries = 0
-    for number in todo:
-        if time.monotonic() - started > budget_s:
-            break
+    for number, rows in _try_many(todo, seed, names, device, deadline=deadline, jobs=jobs):
         drawn = draw(seed, number)
-        inputs, ref = make_material(drawn, torch.device(device))
-        rows: list[Record] = []
-        for name in names:
-            impl = _load(name)
-            row: dict[str, object]
-            if isinstance(impl, str):
-                row = {"status": "unavailable", "reason": impl}
-            else:
-                try:
-                    row = dict(try_one(impl, drawn, inputs, ref))
-                except Exception as error:
-                    # The device may be gone with it: what is known is written, and the next call goes on behind it.
-                    row = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:REASON_CHARS]}
-                    record.append(path, *rows, _record(str(run["run_id"]), drawn, name, row))
-                    raise
+        for name, row in rows.items():
             if row["status"] == "wrong" and retries < MAX_RETRIES:
                 retries += 1
                 with _processes(1) as pool:
                     again = pool.submit(try_again, seed, number, name, device).result()
                 row["config"] = {**_mapping(row["config"]), "again": again.get("check")}
                 print(f"{drawn.name} {name}: {row['reason']}; again: {again.get('reason')}", flush=True)
-            rows.append(_record(str(run["run_id"]), drawn, name, row))
-        record.append(path, *rows)
+        record.append(path, *(_record(str(run["run_id"]), drawn, name, row) for name, row in rows.items()))
+        for row in rows.values():
+            if row["status"] == "failed":
+                raise RuntimeError(str(row["reason"]))
     return [r for r in record.read(path) if r["kind"] == "check"]
+
+
+def _try_many(
+    todo: Sequence[int], seed: int, names: Sequence[str], device: str, *, deadline: float, jobs: int
+) -> Iterator[tuple[int, dict[str, Row]]]:
+    """Each problem's number and its rows, as they are done; none is begun after the deadline."""
+    waiting = iter(todo)
+    if jobs == 1:
+        for number in waiting:
+            if time.monotonic() > deadline:
+                return
+            yield number, try_all(seed, number, names, device)
+        return
+    with _processes(jobs) as pool:
+        running: dict[Future[dict[str, Row]], int] = {}
+        while True:
+            while (
+                len(running) < 2 * jobs and time.monotonic() <= deadline and (n := next(waiting, None)) is not None
+            ):
+                running[pool.submit(try_all, seed, n, names, device)] = n
+            if not running:
+                return
+            finished, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                yield running.pop(future), future.result()
+
+
+def try_all(seed: int, number: int, names: Sequence[str], device: str) -> dict[str, Row]:
+    """One problem through every implementation, up to the first that raises; by implementation id."""
+    drawn = draw(seed, number)
+    inputs, ref = make_material(drawn, torch.device(device))
+    rows: dict[str, Row] = {}
+    for name in names:
+        impl = _load(name)
+        if isinstance(impl, str):
+            rows[name] = {"status": "unavailable", "reason": impl}
+            continue
+        try:
+            rows[name] = try_one(impl, drawn, inputs, ref)
+        except Exception as error:
+            rows[name] = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:REASON_CHARS]}
+            break
+    return rows
 
 
 def _processes(workers: int) -> ProcessPoolExecutor:
@@ -302,6 +344,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sequence of problems")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--budget-s", type=float, default=math.inf, help="begin no problem after so many seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that try problems at a time")
     parser.add_argument("--impls", default=",".join(IMPLS), help="implementation ids, with commas between")
     asked = parser.parse_args()
     if asked.only is not None:
@@ -317,6 +360,7 @@ def main() -> int:
         device=asked.device,
         names=asked.impls.split(","),
         budget_s=asked.budget_s,
+        jobs=asked.jobs,
     )
     for (name, status), number in sorted(Counter((r["impl"], r["status"]) for r in rows).items()):
         shares = [share(r["check"]) for r in rows if (r["impl"], r["status"]) == (name, status) and r["check"]]

@@ -49,6 +49,19 @@ def test_an_interrupted_run_goes_on(tmp_path):
     assert sum(r["kind"] == "run" for r in record.read(path)) == 2
 
 
+def test_several_processes_try_what_one_would(tmp_path):
+    alone, together = (
+        fuzz.fuzz(tmp_path / f"{jobs}.jsonl", count=6, seed=3, device="cpu", names=("torch-sdpa",), jobs=jobs)
+        for jobs in (1, 2)
+    )
+    assert len(alone) == 6
+    assert sorted(_without_run(alone), key=str) == sorted(_without_run(together), key=str)
+
+
+def _without_run(rows):
+    return [{key: value for key, value in row.items() if key != "run_id"} for row in rows]
+
+
 def test_what_raises_is_recorded_and_left_behind(tmp_path, monkeypatch):
     class Raises(TorchSdpa):
         def plan(self, problem, device, tuning=None):
