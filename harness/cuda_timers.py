@@ -107,7 +107,7 @@ class GraphTimer:
 
         Raises:
             CaptureFailed: if the plan cannot be captured, with what CUDA said.
-            NotTheWork: if its calls launch different numbers of kernels.
+            NotTheWork: if its calls launch different numbers of kernels, or none.
         """
         return GraphLap(plan, sets, *self._rotations(sets, rotations))
 
@@ -147,7 +147,7 @@ class GraphLap:
 
     Raises:
         CaptureFailed: if the plan cannot be captured, with what CUDA said.
-        NotTheWork: if its calls launch different numbers of kernels.
+        NotTheWork: if its calls launch different numbers of kernels, or none.
     """
 
     def __init__(self, plan: DecodePlan, sets: Sequence[DecodeInputs], rotations: int, flush: torch.Tensor) -> None:
@@ -180,6 +180,8 @@ class GraphLap:
             cause = stopped or error
             raise CaptureFailed(f"CUDA graph capture: {type(cause).__name__}: {cause}") from error
         launched = [after - before for before, after in pairwise(nodes)]
+        if not launched[0] and sets[0].problem.batch:
+            raise NotTheWork("call 0: expected at least one launch on the stream of the caller, got none")
         for call, count in enumerate(launched):
             if count != launched[0]:
                 raise NotTheWork(f"call {call}: expected {launched[0]} launches like call 0, got {count}")
@@ -349,7 +351,7 @@ class KernelsTimer(GraphTimer):
 
         Raises:
             CaptureFailed: if the plan cannot be captured, with what CUDA said.
-            NotTheWork: if its calls launch different numbers of kernels.
+            NotTheWork: if its calls launch different numbers of kernels, or none.
         """
         return KernelsLap(plan, sets, *self._rotations(sets, rotations))
 

@@ -1,4 +1,7 @@
-"""The report of the harness's measurements of itself: false verdicts, differences found, timers of others."""
+"""The report of the harness's measurements of itself.
+
+False verdicts, differences found, timers of others, planning, TileLang's example, and liars.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,17 @@ from harness.record import SELFTEST_FILE, Record, RecordError, read
 from harness.render.figures import ALARM_COLOUR, RC, WIDTH, save
 from harness.render.findings import code, escape, join
 from harness.render.markdown import Picture, Table, fill
+from harness.render.timing_tables import (
+    duration,
+    example_reasons,
+    example_table,
+    liars_sentence,
+    liars_table,
+    paired,
+    planning_reasons,
+    planning_table,
+    us_text,
+)
 from harness.stats import CONFIDENCE, SMALLEST_EFFECT, Estimate
 
 SIZES: Mapping[str, float] = {"under 64 MB of K and V": 64e6, "64 to 400 MB": 400e6, "over 400 MB": float("inf")}
@@ -38,13 +52,15 @@ class Group:
     timers: tuple[str, ...]
 
 
+SECTIONS = ("identical", "sensitivity", "timers", "planning", "example", "liars")
+"""What the trials' ``experiment`` may be, in the order of the report."""
+
 GROUPS = (
     Group(
         "Kernels of a call, launched from a graph, cold",
-        "Only ours: others either leave the L2 warm or time single launches. Gaps between the kernels of a call and"
-        " from call to call count. What holds it against another clock is the profile of `kernels`: its parts add"
-        " up to this time, or a study's table of where the time goes says that they do not.",
-        ("graph",),
+        "Gaps between the kernels of a call and from call to call count. No timer of others does this: they leave"
+        " the L2 warm, or time single launches. So it is held against another clock, on the same graph.",
+        ("graph", "kernels and gaps"),
     ),
     Group(
         "Kernels of a call, launched from a graph, warm",
@@ -66,6 +82,22 @@ GROUPS = (
     ),
 )
 
+DIFFERENCES: Mapping[str, str] = {
+    "kernels and gaps": "the graph of `graph` with CUPTI attached: its kernels by the device's own clock, and the"
+    " gaps between them as they are while it is traced, perhaps longer than untraced; where kernels overlap, the"
+    " gap is below 0.",
+    "triton do_bench_cudagraph": "as many calls as make 20 ms in one graph, ten replays, each from one event to"
+    " another; no untimed replay before the timed one.",
+    "triton do_bench": "256 MB are written before each call; 25 ms of warm-up without that; the median of single"
+    " calls, where `events` takes means of some calls.",
+    "tilelang do_bench": "as Triton's, in TileLang's own loop.",
+    "nvbench": "the L2 is flushed, and a kernel blocks the stream until the host has queued the call: what the host"
+    " takes does not count, which it does in `events` where a call is shorter than its launches; the mean.",
+    "tilelang do_bench, cupti": "single calls after 256 MB were written, not a graph; times of kernels are added"
+    " up, also where they overlap, as under programmatic dependent launch; the mean.",
+}
+"""Timer -> what it does otherwise than ours of its group."""
+
 
 def write_timing_report(folder: Path) -> Path:
     """Write ``README.md`` and figures of the trials in ``folder``; returns the path of the former.
@@ -80,7 +112,8 @@ def write_timing_report(folder: Path) -> Path:
     if not runs or not trials:
         raise RecordError(f"{path}: expected a run and its trials, got {len(records)} records")
     trials = [r for r in trials if r["run_id"] == runs[-1]["run_id"]]
-    by = {name: [r for r in trials if r["experiment"] == name] for name in ("identical", "sensitivity", "timers")}
+    by = {name: [r for r in trials if r["experiment"] == name] for name in SECTIONS}
+    markers = [r for r in records if r.get("experiment") == "done" and r["run_id"] == runs[-1]["run_id"]]
     (folder / "figures").mkdir(exist_ok=True)
     values: dict[str, Any] = {
         "headline": _headline(by),
@@ -92,6 +125,13 @@ def write_timing_report(folder: Path) -> Path:
         "smallest_found": _smallest_found(by["sensitivity"]) if by["sensitivity"] else None,
         "timers": _timers(by["timers"]),
         "reasons": _reasons(by["timers"]),
+        "planning": planning_table(by["planning"]) if by["planning"] else None,
+        "planning_reasons": planning_reasons(by["planning"]),
+        "example": example_table(by["example"]) if by["example"] else None,
+        "example_reasons": example_reasons(by["example"]),
+        "liars": liars_table(by["liars"]) if by["liars"] else None,
+        "liars_sentence": liars_sentence(by["liars"]) if by["liars"] else None,
+        "duration": duration(markers),
     }
     figures = {"identical": _draw_identical, "sensitivity": _draw_sensitivity}
     for name, draw in figures.items():
@@ -106,8 +146,7 @@ def write_timing_report(folder: Path) -> Path:
 
 def ratio_of(trial: Record) -> Estimate:
     """The time of ``b`` over that of ``a``, paired by round; throttled rounds are left out."""
-    a, b = ({i: us for i, us in enumerate(trial[side]) if us is not None} for side in ("a", "b"))
-    ratio = stats.ratio_interval(b, a)
+    ratio = paired(trial["b"], trial["a"])
     if ratio is None:
         raise RecordError(f"{trial['case']}: expected rounds that both sides share, got none")
     return ratio
@@ -135,12 +174,35 @@ def _headline(by: Mapping[str, Sequence[Record]]) -> list[str]:
         )
     if by["sensitivity"]:
         sentences.append(_smallest_found(by["sensitivity"]))
+    if agreement := _agreement_sentence(by["timers"]):
+        sentences.append(agreement)
+    if by["liars"]:
+        sentences.append(liars_sentence(by["liars"]))
     return sentences
+
+
+def _agreement_sentence(trials: Sequence[Record]) -> str | None:
+    """Of all pairs of one of our timers and another of its group, how many agree; None where there is no pair."""
+    pairs = [
+        (times[group.timers[0]], times[other])
+        for times in _times(trials).values()
+        for group in GROUPS
+        for other in group.timers[1:]
+        if times.get(group.timers[0]) is not None and times.get(other) is not None
+    ]
+    if not pairs:
+        return None
+    agree = sum(_agrees(ours, us) for ours, us in pairs)
+    return (
+        f"Timers that claim to measure the same as ours agree with them within {100 * AGREEMENT:g} % or"
+        f" {AGREEMENT_US:g} µs in {agree} of {len(pairs)} pairs."
+    )
 
 
 def _environment(run: Record) -> str:
     env = run["env"]
-    parts = [str(env.get("gpu")), *(f"{key} {env[key]}" for key in ("driver", "torch", "triton") if env.get(key))]
+    device = str(env.get("gpu") or env.get("cpu") or env.get("device"))
+    parts = [device, *(f"{key} {env[key]}" for key in ("driver", "torch", "triton") if env.get(key))]
     if env.get("git"):
         parts.append(f"commit {str(env['git'])[:12]}{' with local changes' if env.get('dirty') else ''}")
     return escape(", ".join(parts)) + f" (run `{run['run_id']}`)."
@@ -201,19 +263,26 @@ def _smallest_found(trials: Sequence[Record]) -> str:
     return f"The smallest slowdown found in {100 * FOUND_SHARE:g} % of trials, of those tried: {join(told)}."
 
 
+def _times(trials: Sequence[Record]) -> dict[tuple[str, str], dict[str, float | None]]:
+    """(case, implementation) -> timer -> µs, in the order of the trials."""
+    times: dict[tuple[str, str], dict[str, float | None]] = {}
+    for t in trials:
+        times.setdefault((t["case"], t["impl"]), {})[t["timer"]] = t["us"]
+    return times
+
+
 def _timers(trials: Sequence[Record]) -> list[dict[str, Any]]:
-    times = {(t["case"], t["impl"], t["timer"]): t["us"] for t in trials}
-    rows = list(dict.fromkeys((t["case"], t["impl"]) for t in trials))
+    rows = _times(trials)
     groups = []
     for group in GROUPS:
-        present = [timer for timer in group.timers if any(key[2] == timer and us for key, us in times.items())]
+        present = [timer for timer in group.timers if any(times.get(timer) for times in rows.values())]
         if not present:
             continue
         lines = []
-        for case, impl in rows:
-            found = [times.get((case, impl, timer)) for timer in present]
+        for (case, impl), times in rows.items():
+            found = [times.get(timer) for timer in present]
             if any(us is not None for us in found):
-                lines.append([code(case), code(impl), *map(_us, found), *_agreement(found)])
+                lines.append([code(case), code(impl), *map(us_text, found), *_agreement(found)])
         header = ["case", "implementation", *map(code, present)]
         if len(present) > 1:
             header.append("agree with ours")
@@ -222,6 +291,7 @@ def _timers(trials: Sequence[Record]) -> list[dict[str, Any]]:
                 "title": group.title,
                 "note": group.note,
                 "table": Table(header, "ll" + "r" * (len(header) - 2), lines),
+                "differences": [f"{code(t)}: {DIFFERENCES[t]}" for t in present if t in DIFFERENCES],
             }
         )
     return groups
@@ -234,14 +304,16 @@ def _agreement(found: Sequence[float | None]) -> list[str]:
         return []
     if ours is None or not others:
         return ["–"]
-    agree = sum(abs(us - ours) <= max(AGREEMENT * ours, AGREEMENT_US) for us in others)
+    agree = sum(_agrees(ours, us) for us in others)
     farthest = max(others, key=lambda us: abs(us - ours))
     text = f"{agree} of {len(others)} (farthest {100 * (farthest / ours - 1):+.1f} %)"
     return [text if agree == len(others) else f"**{text}**"]
 
 
-def _us(us: float | None) -> str:
-    return "–" if us is None else f"{us:.2f}"
+def _agrees(ours: float | None, us: float | None) -> bool:
+    assert ours is not None
+    assert us is not None
+    return abs(us - ours) <= max(AGREEMENT * ours, AGREEMENT_US)
 
 
 def _reasons(trials: Sequence[Record]) -> list[str]:
