@@ -26,6 +26,7 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "flash_attn": ("flash-attn",),
     # One interface, several builds; the record says which.
     "flash_attn_3": ("flash-attn-3", "tokenspeed-fa3"),
+    "flashinfer": ("flashinfer-python",),
     "numpy": ("numpy",),
 }
 """Key of the record -> the distributions that may provide the library, in order of preference."""

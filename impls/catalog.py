@@ -12,14 +12,21 @@ IMPLS: dict[str, str] = {
     "tilelang-splitkv": "impls.tilelang_splitkv:TileLangSplitKV",
     "triton-splitkv": "impls.triton_splitkv:TritonSplitKV",
     "flash-attn-2": "impls.flash_attn:FlashAttn2",
+    "flash-attn-2-paged": "impls.flash_attn:FlashAttn2Paged",
     "flash-attn-3": "impls.flash_attn:FlashAttn3",
+    "flash-attn-3-paged": "impls.flash_attn:FlashAttn3Paged",
+    "flashinfer": "impls.flashinfer:FlashInfer",
     "torch-varlen": "impls.torch_attention:TorchVarlen",
     "torch-sdpa": "impls.torch_attention:TorchSdpa",
+    "tilelang-equal-splits": "impls.tilelang_splitkv:TileLangEqualSplits",
 }
 """Implementation id -> ``module:Class``."""
 
 OURS = ("tilelang-splitkv", "triton-splitkv")
-"""The kernels this project writes; the others are baselines."""
+"""The kernels this project writes; the others are baselines, or :data:`ABLATIONS`."""
+
+ABLATIONS = ("tilelang-equal-splits",)
+"""Our kernels with one of their choices undone, to see what it is worth: neither ours nor a baseline."""
 
 
 def check_name(name: str) -> str:

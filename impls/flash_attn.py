@@ -1,20 +1,27 @@
-"""flash-attn 2 and 3 through their varlen functions; see :mod:`impls.varlen_plan` for what they share."""
+"""flash-attn 2 and 3, each through its varlen function and through its paged KV-cache function.
+
+What the varlen functions share is in :mod:`impls.varlen_plan`, what the paged ones share in
+:mod:`impls.paged_plan`. The paged functions are not only another layout: flash-attn 2 splits a batch without
+grouped heads there, and flash-attn 3 takes its schedule from the caller instead of making it in every call.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from importlib import import_module
-from importlib.metadata import packages_distributions, version
 from math import ceil
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from impls.contract import ImplUnavailable, Scalar, check_tuning
+from impls.contract import TORCH_DTYPES, Scalar, check_tuning
+from impls.libraries import distributions, import_library, sm_count
+from impls.paged_plan import PagedImpl, PagedPlan, Pages
 from impls.problem import DecodeProblem
 from impls.varlen_plan import VarlenImpl, VarlenPlan
+
+FLASH_ATTN_3 = "flash_attn_interface"
+"""The module that the Hopper builds are imported by."""
 
 
 class FlashAttn2(VarlenImpl):
@@ -24,7 +31,7 @@ class FlashAttn2(VarlenImpl):
 
     def __init__(self) -> None:
         super().__init__()
-        library = _import("flash_attn")
+        library = import_library("flash_attn")
         self._function = library.flash_attn_varlen_func
         self._version = str(library.__version__)
 
@@ -45,11 +52,51 @@ class FlashAttn2(VarlenImpl):
             "version": self._version,
             "function": "flash_attn.flash_attn_varlen_func",
             "num_splits": "auto",
-            "splits_max": splits_of_flash_attn_2(problem, _sm_count(device)),
+            "splits_max": 1 if problem.group == 1 else splits_of_flash_attn_2(problem, sm_count(device)),
             "splits_note": note,
         }
         options = {"softmax_scale": problem.softmax_scale, "return_attn_probs": True}
         return VarlenPlan(problem, device, self._function, options, config)
+
+
+class FlashAttn2Paged(PagedImpl):
+    """``flash_attn.flash_attn_with_kvcache``: pages of 256 keys, the fewest that it takes."""
+
+    name = "flash-attn-2-paged"
+    page_size = 256
+
+    def __init__(self) -> None:
+        super().__init__()
+        library = import_library("flash_attn")
+        self._function = library.flash_attn_with_kvcache
+        self._version = str(library.__version__)
+
+    def plan(
+        self,
+        problem: DecodeProblem,
+        device: torch.device,
+        tuning: Mapping[str, Scalar] | None = None,
+    ) -> PagedPlan:
+        """See :meth:`impls.contract.DecodeImpl.plan`; ``num_splits`` 0 leaves the choice to the library."""
+        num_splits = check_tuning(tuning, {"num_splits": 0})["num_splits"]
+
+        pages = Pages.of(problem, device, self.page_size)
+        config: dict[str, Scalar] = {
+            "library": "flash-attn",
+            "version": self._version,
+            "function": "flash_attn.flash_attn_with_kvcache",
+            "num_splits": num_splits,
+            "splits_max": num_splits or splits_of_flash_attn_2(problem, sm_count(device)),
+            "splits_note": "one count for the whole batch, from its longest sequence",
+        }
+        options = {
+            "block_table": pages.table,
+            "cache_seqlens": pages.lengths,
+            "softmax_scale": problem.softmax_scale,
+            "num_splits": num_splits,
+            "return_softmax_lse": True,
+        }
+        return PagedPlan(problem, device, self.page_size, self._function, options, config)
 
 
 class FlashAttn3(VarlenImpl):
@@ -59,19 +106,16 @@ class FlashAttn3(VarlenImpl):
 
     def __init__(self) -> None:
         super().__init__()
-        library = _import("flash_attn_interface")
+        library = import_library(FLASH_ATTN_3)
         self._function = library.flash_attn_varlen_func
         # Older builds return the LSE always, newer ones when asked.
         asks = "return_attn_probs" in inspect.signature(self._function).parameters
         self._asking: dict[str, Any] = {"return_attn_probs": True} if asks else {}
-        names = packages_distributions().get("flash_attn_interface", ())
-        self._version = ", ".join(f"{name} {version(name)}" for name in sorted(set(names))) or None
+        self._version = distributions(FLASH_ATTN_3)
 
-    def unsupported(self, problem: DecodeProblem, device: torch.device) -> str | None:
+    def documented_refusal(self, problem: DecodeProblem, device: torch.device) -> str | None:
         """As for the family, and everything but Hopper."""
-        if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device))[0] != 9:
-            return f"device: expected compute capability 9.x (Hopper), got {capability[0]}.{capability[1]}"
-        return super().unsupported(problem, device)
+        return _not_hopper(device) or super().documented_refusal(problem, device)
 
     def plan(
         self,
@@ -94,23 +138,89 @@ class FlashAttn3(VarlenImpl):
         return VarlenPlan(problem, device, self._function, options, config)
 
 
-def splits_of_flash_attn_2(problem: DecodeProblem, sm_count: int) -> int:
-    """The split count that flash-attn 2's varlen function takes for one query token a sequence.
+class FlashAttn3Paged(PagedImpl):
+    """``flash_attn_interface.flash_attn_with_kvcache``: pages of 64 keys, the schedule made by ``plan``.
 
-    It packs the query heads of a KV head into rows of one tile and only then splits, by one count for the
-    whole batch: the smallest whose last wave of CTAs (two an SM) is at least 85 % as full as that of the
-    best count, among those that change the number of key blocks in a split; 1 where the tiles alone fill
-    80 % of a wave. Source: ``num_splits_heuristic`` and ``mha_varlen_fwd`` in flash-attn 2.8,
+    ``get_scheduler_metadata`` decides on the device how each sequence is split; the varlen function does the
+    same in every call. The metadata end with a counter that a call uses and leaves at 0 again.
+    """
+
+    name = "flash-attn-3-paged"
+    page_size = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        library = import_library(FLASH_ATTN_3)
+        self._function = library.flash_attn_with_kvcache
+        self._schedule = library.get_scheduler_metadata
+        self._version = distributions(FLASH_ATTN_3)
+
+    def documented_refusal(self, problem: DecodeProblem, device: torch.device) -> str | None:
+        """As for the paged functions, and everything but Hopper."""
+        return _not_hopper(device) or super().documented_refusal(problem, device)
+
+    def plan(
+        self,
+        problem: DecodeProblem,
+        device: torch.device,
+        tuning: Mapping[str, Scalar] | None = None,
+    ) -> PagedPlan:
+        """See :meth:`impls.contract.DecodeImpl.plan`; ``num_splits`` 0 leaves the choice to the library."""
+        num_splits = check_tuning(tuning, {"num_splits": 0})["num_splits"]
+
+        pages = Pages.of(problem, device, self.page_size)
+        config: dict[str, Scalar] = {
+            "library": "flash-attn",
+            "version": self._version,
+            "function": "flash_attn_interface.flash_attn_with_kvcache",
+            "num_splits": num_splits,
+            "splits_max": None,
+            "splits_note": "chosen by the library for each sequence, on the device, by plan; not reported",
+            "scheduler_metadata": "made by plan",
+        }
+        options = {
+            "page_table": pages.table,
+            "cache_seqlens": pages.lengths,
+            "softmax_scale": problem.softmax_scale,
+            "scheduler_metadata": self._metadata(problem, pages, num_splits),
+            "num_splits": num_splits,
+            "return_softmax_lse": True,
+        }
+        return PagedPlan(problem, device, self.page_size, self._function, options, config)
+
+    def _metadata(self, problem: DecodeProblem, pages: Pages, num_splits: Scalar) -> Any:
+        if not pages.width:
+            return None  # nothing to schedule, and nothing will be called
+        return self._schedule(
+            problem.batch,
+            1,  # query tokens
+            pages.width * pages.size,  # what the function takes for the longest sequence
+            problem.heads_q,
+            problem.heads_kv,
+            problem.head_dim,
+            pages.lengths,
+            qkv_dtype=TORCH_DTYPES[problem.dtype],
+            page_size=pages.size,
+            num_splits=num_splits,
+        )
+
+
+def splits_of_flash_attn_2(problem: DecodeProblem, sms: int) -> int:
+    """The split count that flash-attn 2 takes for one query token a sequence, where it splits at all.
+
+    It packs the query heads of a KV head into rows of one tile and splits by one count for the whole batch:
+    the smallest whose last wave of CTAs (two an SM) is at least 85 % as full as that of the best count, among
+    those that change the number of key blocks in a split; 1 where the tiles alone fill 80 % of a wave. The
+    varlen function splits only where it packs, that is, where a KV head has several query heads. Source:
+    ``num_splits_heuristic``, ``mha_varlen_fwd`` and ``mha_fwd_kvcache`` in flash-attn 2.8,
     ``csrc/flash_attn/flash_api.cpp``.
 
     Args:
         problem: what is computed.
-        sm_count: SMs of the device.
+        sms: SMs of the device.
     """
-    if problem.group == 1:
-        return 1
     tiles = problem.batch * problem.heads_kv * ceil(problem.group / 64)
-    wave = 2 * sm_count
+    wave = 2 * sms
     if tiles >= 0.8 * wave:
         return 1
     block_n = 256 if problem.head_dim <= 64 else 128 if problem.head_dim <= 128 else 64
@@ -124,12 +234,7 @@ def splits_of_flash_attn_2(problem: DecodeProblem, sm_count: int) -> int:
     return next(splits for splits, full in fullness.items() if full >= enough)
 
 
-def _import(name: str) -> ModuleType:
-    try:
-        return import_module(name)
-    except Exception as error:  # a build for another torch or CUDA fails in more ways than ImportError
-        raise ImplUnavailable(f"import {name}: {type(error).__name__}: {error}") from error
-
-
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _not_hopper(device: torch.device) -> str | None:
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device))[0] != 9:
+        return f"device: expected compute capability 9.x (Hopper), got {capability[0]}.{capability[1]}"
+    return None

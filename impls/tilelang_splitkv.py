@@ -65,6 +65,9 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 CPU_CTAS = 32
 """What stands in for the SM count on a CPU: enough to split."""
 
+EXAMPLE_SPLITS = 8
+"""Splits of every sequence in TileLang's official example."""
+
 BLOCK_S = 32
 """Splits that the combine kernel merges at a time."""
 
@@ -539,3 +542,22 @@ class TileLangSplitKV:
     ) -> TileLangPlan:
         """See :meth:`impls.contract.DecodeImpl.plan`; the tuning keys are those of :data:`TUNING`."""
         return TileLangPlan(problem, device, check_tuning(tuning, TUNING))
+
+
+class TileLangEqualSplits(TileLangSplitKV):
+    """The ablation: our kernels with as many splits for every sequence, as the official example has them.
+
+    TileLang's GQA decode example launches a grid of batch, heads and ``num_split``, one number for all. Its
+    configuration for every GPU but sm_89 says 8 (``get_heuristic_config`` in ``example_gqa_decode.py``).
+    """
+
+    name = "tilelang-equal-splits"
+
+    def plan(
+        self,
+        problem: DecodeProblem,
+        device: torch.device,
+        tuning: Mapping[str, Scalar] | None = None,
+    ) -> TileLangPlan:
+        """As of :class:`TileLangSplitKV`, with :data:`EXAMPLE_SPLITS` splits unless the tuning says otherwise."""
+        return super().plan(problem, device, {"num_splits": EXAMPLE_SPLITS, **(tuning or {})})

@@ -4,8 +4,9 @@ The libraries allocate their own output and choose their own splits. The adapter
 but one fill where the batch holds a sequence without keys: these libraries report an LSE of +inf there, which
 becomes -inf for exactly those sequences. A batch of no sequences, which they refuse, launches nothing.
 
-A head dim that a build lacks is found by asking: one call on a single key, once per head dim, head counts and
-dtype. What the library answers is the reason reported.
+A head dim that a build lacks is found by asking: one call on a single key (a single page, where the library
+reads pages: :mod:`impls.paged_plan`), once per head dim, head counts and dtype. What the library answers is the
+reason reported.
 """
 
 from __future__ import annotations
@@ -18,8 +19,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from impls.contract import TORCH_DTYPES, DecodeInputs, DecodeOutput, Scalar, empty_output
+from impls.contract import TORCH_DTYPES, DecodeInputs, DecodeOutput, DecodePlan, Scalar, empty_output
 from impls.problem import DecodeProblem
+
+
+def empty_sequences(problem: DecodeProblem, device: torch.device) -> Tensor | None:
+    """The indices, int64, of the sequences without keys; None if there are none."""
+    empty = [b for b, n in enumerate(problem.kv_lens) if n == 0]
+    return torch.tensor(empty, dtype=torch.int64, device=device) if empty else None
+
+
+def correct_empty(out: DecodeOutput, empty: Tensor | None) -> DecodeOutput:
+    """``out`` with an LSE of minus infinity, in place, where sequences have no keys.
+
+    Args:
+        out: of a library, which may say anything there.
+        empty: of :func:`empty_sequences`.
+    """
+    if empty is not None and out.lse is not None:
+        out.lse.index_fill_(0, empty, -inf)
+    return out
+
+
+def without_keys(out: DecodeOutput) -> DecodeOutput:
+    """``out`` filled, in place, with what a batch without any keys has: 0, and an LSE of minus infinity."""
+    out.out.zero_()
+    if out.lse is not None:
+        out.lse.fill_(-inf)
+    return out
 
 
 class VarlenPlan:
@@ -49,8 +76,7 @@ class VarlenPlan:
         self._options = options
         self._max_kv = problem.max_kv  # a maximum over all lengths: not in every launch
         self._cu_seqlens_q = torch.arange(problem.batch + 1, dtype=torch.int32, device=device)
-        empty = [b for b, n in enumerate(problem.kv_lens) if n == 0]
-        self._empty = torch.tensor(empty, dtype=torch.int64, device=device) if empty else None
+        self._empty = empty_sequences(problem, device)
 
     def new_output(self) -> None:
         """None: the library allocates its own output."""
@@ -65,42 +91,49 @@ class VarlenPlan:
             return empty_output(self._problem, self._device)
         q, k, v, cu_seqlens_q, cu_seqlens_k = inputs.q, inputs.k, inputs.v, self._cu_seqlens_q, inputs.cu_seqlens_k
         result, lse, *_ = self._function(q, k, v, cu_seqlens_q, cu_seqlens_k, 1, self._max_kv, **self._options)
-        lse = lse.t()  # [B, Hq]
-        if self._empty is not None:
-            lse.index_fill_(0, self._empty, -inf)
-        return DecodeOutput(out=result, lse=lse)
+        return correct_empty(DecodeOutput(out=result, lse=lse.t()), self._empty)
 
 
 class VarlenImpl:
-    """What the varlen functions of the flash-attn family share: their limits, and asking the build itself."""
+    """What the functions of the flash-attn family share: their limits, and asking the build itself.
+
+    Attributes:
+        tiny_kv: keys of the one sequence on which a build is asked what it computes.
+    """
 
     name: str
+    tiny_kv = 1
 
     def __init__(self) -> None:
         self._answers: dict[DecodeProblem, str | None] = {}
 
     def unsupported(self, problem: DecodeProblem, device: torch.device) -> str | None:
-        """Refuses what the library documents (device, dtype, head dim), then what this build of it refuses."""
+        """Refuses what the library documents, then what this build of it refuses."""
+        if (rule := self.documented_refusal(problem, device)) is not None:
+            return rule
+        tiny = replace(problem, kv_lens=(self.tiny_kv,))
+        if tiny not in self._answers:
+            self._answers[tiny] = self.refusal_of_build(tiny, device)
+        return self._answers[tiny]
+
+    def documented_refusal(self, problem: DecodeProblem, device: torch.device) -> str | None:
+        """The rule on device, dtype or head dim that the problem breaks, or None."""
         if device.type != "cuda":
             return f"device: expected cuda, got {device.type}"
         if problem.dtype == "float32":
             return f"dtype: expected float16 or bfloat16, got {problem.dtype}"
         if problem.head_dim > 256 or problem.head_dim % 8:
             return f"head_dim: expected a multiple of 8 up to 256, got {problem.head_dim}"
-        tiny = replace(problem, kv_lens=(1,))
-        if tiny not in self._answers:
-            self._answers[tiny] = self.refusal_of_build(tiny, device)
-        return self._answers[tiny]
+        return None
 
     def refusal_of_build(self, tiny: DecodeProblem, device: torch.device) -> str | None:
-        """What the library answers to a problem of one key, or None if it computes it."""
+        """What the library answers to a problem of :attr:`tiny_kv` keys, or None if it computes it."""
         dtype = TORCH_DTYPES[tiny.dtype]
         q = torch.zeros((1, tiny.heads_q, tiny.head_dim), dtype=dtype, device=device)
-        kv = torch.zeros((1, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)
-        cu_seqlens_k = torch.tensor(tiny.cu_seqlens, dtype=torch.int32, device=device)
-        plan = self.plan(tiny, device)
+        kv = torch.zeros((tiny.total_kv, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)
+        inputs = DecodeInputs(tiny, q, kv, kv, torch.tensor(tiny.cu_seqlens, dtype=torch.int32, device=device))
         try:
-            plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)
+            self.plan(tiny, device).run(inputs, None)
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise  # a fault of the device, not an answer
         except (RuntimeError, ValueError) as error:
@@ -112,6 +145,6 @@ class VarlenImpl:
         problem: DecodeProblem,
         device: torch.device,
         tuning: Mapping[str, Scalar] | None = None,
-    ) -> VarlenPlan:
+    ) -> DecodePlan:
         """See :meth:`impls.contract.DecodeImpl.plan`."""
         raise NotImplementedError

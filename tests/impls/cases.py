@@ -145,6 +145,25 @@ def _cases() -> list[ConformanceCase]:
             )
             for dim in (64, 256)
         ),
+        # Whole pages, which the paged functions read where the rows lie
+        *(
+            case(
+                name=f"pages-{ratio}",
+                covers=f"lengths of whole pages, an empty one among them, {ratio} query heads a KV head",
+                problem=problem(256, 0, 768, heads=(2 * ratio, 2)),
+                num_splits=2,
+            )
+            for ratio in (1, 7)
+        ),
+        *(
+            case(
+                name=f"pages-dim-{dim}",
+                covers=f"lengths of whole pages with head dim {dim}",
+                problem=problem(512, 256, head_dim=dim, dtype="bfloat16"),
+                num_splits=2,
+            )
+            for dim in (64, 128, 256)
+        ),
         case(name="scale", covers="a scale that is not the default", problem=problem(70, scale=0.05)),
         # Large and extreme scores
         *(

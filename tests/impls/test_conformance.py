@@ -30,14 +30,22 @@ from impls.contract import (
     PlanRefused,
     Scalar,
 )
+from impls.paged_plan import PagedImpl
 from impls.problem import INT32_MAX, DecodeProblem
 from impls.reference import Reference, reference
 from tests.impls.cases import CASES, ConformanceCase, problem
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-FIELDS = ("dtype", "device", "head_dim", "heads_q")
+FIELDS = ("dtype", "device", "head_dim", "heads_q", "kv_lens")
 """What a refusal may be about; a library's own words start with the implementation's name instead."""
+
+KNOWN_WRONG = {
+    ("flashinfer", "below-sentinels-1"): "-5e4 stands in for minus infinity where partials are merged",
+    ("flashinfer", "below-sentinels-3"): "-5e4 stands in for minus infinity where partials are merged",
+    ("flashinfer", "equal-keys"): "partials are rounded to the dtype of the output",
+}
+"""(library, case) -> why its answer is wrong. A library that has mended it fails here, and is struck off."""
 
 
 def _loaded() -> dict[str, DecodeImpl]:
@@ -52,7 +60,15 @@ def _loaded() -> dict[str, DecodeImpl]:
 
 
 LOADED = _loaded()
-AVAILABLE = [name for name, impl in LOADED.items() if impl.unsupported(problem(1), DEVICE) is None]
+
+
+def fitting(name: str, shape: DecodeProblem) -> DecodeProblem:
+    """The problem, or where an implementation reads whole pages, one with as many pages as the other has keys."""
+    page_size = LOADED[name].page_size if isinstance(LOADED[name], PagedImpl) else 1
+    return replace(shape, kv_lens=tuple(n * page_size for n in shape.kv_lens))
+
+
+AVAILABLE = [name for name, impl in LOADED.items() if impl.unsupported(fitting(name, problem(1)), DEVICE) is None]
 """The implementations that compute something on this device."""
 
 
@@ -112,7 +128,7 @@ def test_case_names_are_unique() -> None:
 @pytest.mark.parametrize("name", AVAILABLE)
 @pytest.mark.parametrize("case", GROUPED)
 def test_right(case: ConformanceCase, name: str) -> None:
-    """Right by the data's own budget, in NaN-filled outputs and workspaces; or refused with the rule."""
+    """Right by the data's own budget, in NaN-filled outputs and workspaces; refused with the rule; or known."""
     refusal = LOADED[name].unsupported(case.problem, DEVICE)
     if refusal is not None:
         assert refusal.partition(":")[0] in (*FIELDS, name)
@@ -120,13 +136,20 @@ def test_right(case: ConformanceCase, name: str) -> None:
         assert name not in OURS or ours_refuses, refusal
         return
     result, _ = outcome(case.name, name)
+    if (name, case.name) in KNOWN_WRONG:
+        assert not result.ok, f"right, although {KNOWN_WRONG[name, case.name]}"
+        return
     assert result.ok, f"{case.covers}: {result.reason}"
 
 
 @pytest.mark.parametrize("case", GROUPED)
 def test_pairs_agree(case: ConformanceCase) -> None:
     """No two implementations are further apart than their two budgets."""
-    names = [name for name in AVAILABLE if LOADED[name].unsupported(case.problem, DEVICE) is None]
+    names = [
+        name
+        for name in AVAILABLE
+        if LOADED[name].unsupported(case.problem, DEVICE) is None and (name, case.name) not in KNOWN_WRONG
+    ]
     outputs = {name: outcome(case.name, name)[1] for name in names}
     allowed = budget(prepared(case.name)[1], case.problem)
     assert len(names) >= 2
@@ -146,6 +169,14 @@ def test_config_states_what_ran(name: str, num_splits: int) -> None:
     assert {"block_n", "block_h", "num_stages", "tma", "warp_specialize", "compute_dtype", "version"} <= set(config)
 
 
+def test_the_ablation_splits_every_sequence_alike() -> None:
+    """As many splits as the official example, but never more than keys; or as many as are asked for."""
+    plan = LOADED["tilelang-equal-splits"].plan
+    config = plan(problem(0, 5, 1001), DEVICE).config
+    assert (config["num_splits"], config["splits_max"], config["work_items"]) == (8, 8, 1 + 5 + 8)
+    assert plan(problem(0, 5, 1001), DEVICE, {"num_splits": 2}).config["work_items"] == 1 + 2 + 2
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_one_split_needs_no_workspace(name: str) -> None:
     plan = LOADED[name].plan(problem(70, 9), DEVICE, {"num_splits": 1})
@@ -156,7 +187,7 @@ def test_one_split_needs_no_workspace(name: str) -> None:
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_unknown_tuning_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="'nonsense'"):
-        LOADED[name].plan(problem(1), DEVICE, {"nonsense": 1})
+        LOADED[name].plan(fitting(name, problem(1)), DEVICE, {"nonsense": 1})
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -169,12 +200,25 @@ def test_bad_split_counts_are_refused(name: str, value: Scalar) -> None:
 # --- nothing else is read ---------------------------------------------------------------------------------
 
 
+READS_MORE = {"flash-attn-3": "multiplies V of the next sequence by 0 where it fills a sequence's last tile"}
+"""Faults of others that are known, by the implementation: a strict xfail tells when one is mended."""
+
+
+def _with_known_faults(names: list[str], known: dict[str, str]) -> list[object]:
+    return [
+        pytest.param(name, marks=pytest.mark.xfail(raises=AssertionError, strict=True, reason=known[name]))
+        if name in known
+        else name
+        for name in names
+    ]
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("fill", [math.nan, math.inf])
-@pytest.mark.parametrize("name", AVAILABLE)
+@pytest.mark.parametrize("name", _with_known_faults(AVAILABLE, READS_MORE))
 def test_nothing_else_is_read(name: str, fill: float, splits: int) -> None:
     """Guard rows and all other sequences hold NaN or infinity; a sequence's output is bit-identical."""
-    inputs = make_inputs(problem(5, 0, 70, 33), 3, DEVICE)
+    inputs = make_inputs(fitting(name, problem(5, 0, 70, 33)), 3, DEVICE)
     tuning: dict[str, Scalar] = {"num_splits": splits}
     expected = run(name, guard(inputs, fill=1.0), tuning)
     for b in range(inputs.problem.batch):
@@ -199,7 +243,7 @@ def test_more_sequences_than_a_second_grid_axis_holds(name: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_layouts_are_right_or_refused_by_name(name: str, layout: str) -> None:
-    inputs = make_inputs(problem(70, 9, heads=(8, 2)), 5, DEVICE, layout=layout)
+    inputs = make_inputs(fitting(name, problem(70, 9, heads=(8, 2))), 5, DEVICE, layout=layout)
     result = checked(name, inputs, 2)
     if isinstance(result, InputError):
         assert layout != "packed"
@@ -413,7 +457,7 @@ def sync_is_an_error() -> Iterator[None]:
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_run_only_launches(name: str) -> None:
     """Clean under the sync debugger, and right when a CUDA graph of it is replayed on other values."""
-    shape = problem(700, 0, 33, heads=(8, 2), head_dim=128)
+    shape = fitting(name, problem(700, 0, 33, heads=(8, 2), head_dim=128))
     inputs, other = (make_inputs(shape, seed, DEVICE) for seed in (1, 2))
     plan = LOADED[name].plan(shape, DEVICE)
     plan.run(inputs, plan.new_output())

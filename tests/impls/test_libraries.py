@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.inputs import make_inputs
-from impls import flash_attn
+from impls import flash_attn, libraries
 from impls.contract import DecodeInputs, ImplUnavailable
 from impls.flash_attn import FlashAttn2, FlashAttn3, splits_of_flash_attn_2
 from impls.problem import DecodeProblem
@@ -43,14 +43,14 @@ def fa2(monkeypatch: pytest.MonkeyPatch) -> tuple[FlashAttn2, Library]:
     library = Library(extra=1)
     fake = SimpleNamespace(flash_attn_varlen_func=library, __version__="2.8.3")
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
-    monkeypatch.setattr(flash_attn, "_sm_count", lambda device: 132)
+    monkeypatch.setattr(flash_attn, "sm_count", lambda device: 132)
     return FlashAttn2(), library
 
 
 def install_fa3(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> FlashAttn3:
     monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_varlen_func=function))
-    monkeypatch.setattr(flash_attn, "packages_distributions", lambda: {"flash_attn_interface": ["flash-attn-3"]})
-    monkeypatch.setattr(flash_attn, "version", lambda name: "3.0.0")
+    monkeypatch.setattr(libraries, "packages_distributions", lambda: {"flash_attn_interface": ["flash-attn-3"]})
+    monkeypatch.setattr(libraries, "version", lambda name: "3.0.0")
     return FlashAttn3()
 
 
@@ -102,7 +102,7 @@ def test_flash_attn_2_states_what_ran_and_when_it_cannot_split(fa2: tuple[FlashA
 @pytest.mark.parametrize(
     ("shape", "splits"),
     [
-        (problem(4096, heads=(32, 32)), 1),  # it splits only what it packs
+        (problem(4096, heads=(32, 32)), 8),  # 32 tiles: 256 of 264 CTAs
         (problem(*[4096] * 64, heads=(32, 8)), 1),  # 512 tiles fill two waves of 264
         (problem(8192, heads=(32, 8), head_dim=128), 32),  # 8 tiles, 64 blocks: 256 of 264 CTAs
         (problem(1024, heads=(32, 8), head_dim=128), 8),  # as many splits as blocks
@@ -111,7 +111,7 @@ def test_flash_attn_2_states_what_ran_and_when_it_cannot_split(fa2: tuple[FlashA
     ],
 )
 def test_the_splits_of_flash_attn_2(shape: DecodeProblem, splits: int) -> None:
-    assert splits_of_flash_attn_2(shape, sm_count=132) == splits
+    assert splits_of_flash_attn_2(shape, sms=132) == splits
 
 
 def test_flash_attn_3_is_asked_for_its_lse_and_its_own_splits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_library_built_for_another_torch_is_unavailable(monkeypatch: pytest.Mo
     def broken(name: str) -> None:
         raise OSError("undefined symbol: _ZN3c105ErrorE")
 
-    monkeypatch.setattr(flash_attn, "import_module", broken)
+    monkeypatch.setattr(libraries, "import_module", broken)
     with pytest.raises(ImplUnavailable, match="import flash_attn: OSError: undefined symbol"):
         FlashAttn2()
 

@@ -15,10 +15,11 @@ from harness.inputs import LAYOUTS, make_inputs
 from impls import tilelang_splitkv
 from impls.catalog import OURS
 from impls.contract import DecodeOutput, InputError
+from impls.flashinfer import FlashInfer
 from impls.reference import reference
 from impls.varlen_plan import VarlenImpl
 from tests.impls.cases import problem
-from tests.impls.test_conformance import AVAILABLE, COMPILED, DEVICE, LOADED
+from tests.impls.test_conformance import AVAILABLE, COMPILED, DEVICE, LOADED, fitting
 from tests.impls.test_tilelang import lower
 
 
@@ -55,7 +56,7 @@ def test_partials_are_float32_and_as_large_as_predicted(name: str, dtype: str) -
 
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_config_names_the_function_the_library_and_its_version(name: str) -> None:
-    config = LOADED[name].plan(problem(70), DEVICE).config
+    config = LOADED[name].plan(fitting(name, problem(70)), DEVICE).config
     for key in ("function", "library", "version"):
         assert isinstance(config[key], str), f"{key}: expected a string, got {config[key]!r}"
         assert config[key]
@@ -89,7 +90,7 @@ def spy(inputs: Any) -> Copies:
 COPY_NOTHING = [
     # Triton's interpreter hands its kernels copies of all tensors; on a GPU there is none.
     *COMPILED,
-    *(name for name in AVAILABLE if isinstance(LOADED[name], VarlenImpl)),
+    *(name for name in AVAILABLE if isinstance(LOADED[name], (VarlenImpl, FlashInfer))),
 ]
 
 
@@ -97,7 +98,7 @@ COPY_NOTHING = [
 @pytest.mark.parametrize("name", COPY_NOTHING)
 def test_keys_and_values_are_never_copied(name: str, layout: str) -> None:
     """A layout that a kernel cannot read is refused, not packed where a timing would pay for it or hide it."""
-    inputs = make_inputs(problem(700, 90, heads=(8, 2)), 5, DEVICE, layout=layout)
+    inputs = make_inputs(fitting(name, problem(700, 90, heads=(8, 2))), 5, DEVICE, layout=layout)
     plan = LOADED[name].plan(inputs.problem, DEVICE)
     out = plan.new_output()
     try:
