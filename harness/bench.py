@@ -52,6 +52,9 @@ from impls.reference import Reference, reference
 REPLANS = 5
 """Plans for other lengths whose median time is ``plan_us``."""
 
+WHOLE_PAGES = 256
+"""Keys by which lengths may differ and still be whole pages, whatever an implementation's page size."""
+
 SWEEP_ROUNDS = 3
 """Samples of each configuration of the bound, of which the fastest by median is kept."""
 
@@ -188,7 +191,7 @@ class Bench:
             return Row(who=who, status="unsupported", reason=rule)
         self._at(who, "plan")
         plan, compile_s = self._timed(impl.plan, problem, self._device, entry.tuning)
-        other = _other_lengths(problem)
+        other = _other_lengths(problem, impl, self._device)
         replans = [self._timed(impl.plan, other, self._device, entry.tuning)[1] for _ in range(REPLANS)]
         row = Row(
             who=who,
@@ -431,9 +434,16 @@ def _make(where: str, *arguments: object) -> Any:
     return getattr(import_module(module), name)(*arguments)
 
 
-def _other_lengths(problem: DecodeProblem) -> DecodeProblem:
-    """The same problem with other lengths of about the same sum: one key less each, one where there is none."""
-    return replace(problem, kv_lens=tuple(abs(n - 1) for n in problem.kv_lens))
+def _other_lengths(problem: DecodeProblem, impl: DecodeImpl, device: torch.device) -> DecodeProblem:
+    """The same problem with other lengths: one key less each, one where there is none.
+
+    Where the implementation wants whole pages, :data:`WHOLE_PAGES` less each; its own lengths if it refuses both.
+    """
+    for keys in (1, WHOLE_PAGES):
+        other = replace(problem, kv_lens=tuple(abs(n - keys) for n in problem.kv_lens))
+        if impl.unsupported(other, device) is None:
+            return other
+    return problem
 
 
 def _set_bytes(inputs: DecodeInputs) -> int:
