@@ -109,7 +109,14 @@ class Bench:
         self._examiner = Examiner(
             self._device, load=self._load, at=self._at, attempt=self._attempt, send=self._send
         )
-        self.ready = Ready(kind, environment(kind), self._bound is not None, self._timer.method, self._timer.cache)
+        self.ready = Ready(
+            device=kind,
+            env=environment(kind),
+            has_bound=self._bound is not None,
+            method=self._timer.method,
+            cache=self._timer.cache,
+            memory_bytes=torch.cuda.mem_get_info(self._device)[1] if kind == "cuda" else None,
+        )
 
     def perform(self, task: Task) -> bool:
         """Do one task and send what comes of it; False if this process must not go on."""

@@ -17,10 +17,11 @@ With ``u`` the unit roundoff of the problem's dtype and ``u32 = 2^-24``, an hone
 - **accumulation in float32** over ``n`` keys: a random walk ``w_d = u32 (0.42 sqrt(n) + |lse| + |top| + 1)``
   times the largest running sum (``swing_d``): one rounding a key, and partials are weighted by
   exponentials of float32 LSEs, which are only good to that many ``u32``;
-- **bias** ``c_d``: tensor cores (float16, bfloat16) add 16 products at a time and truncate, so ``n / 16``
-  steps of one sign with one split, each ``u32`` of ``swing_d``; keys with equal scores err alike. Kernels for
-  float16 and bfloat16 may also use an exponential that is good to ``2^-14`` alone (PyTorch's on a CPU is off
-  by 5.2e-5 at 0): weights lose that in their rounding, the normaliser does not.
+- **bias** ``c_d``: tensor cores (float16, bfloat16) align each product to the accumulator and cut it off two
+  bits below float32's last one, so each key loses about ``u32 / 4`` of ``swing_d``, all of one sign where the
+  products are; keys with equal scores err alike. Kernels for float16 and bfloat16 may also use an exponential
+  that is good to ``2^-14`` alone (PyTorch's on a CPU is off by 5.2e-5 at 0): weights lose that in their
+  rounding, the normaliser does not.
 
 Where all weights are 1 and V holds integers, sums are exact in float32: there the two terms that grow with
 ``n`` are 0, and only the weights of the splits, ``|lse| + |top| + 1`` roundings, are left of them.
@@ -38,9 +39,13 @@ The rounding of P shrinks with the number of effective keys just as the output d
 about ``2.4 u`` of its norm at every length: on 64k random keys in bfloat16, where a typical output element
 is 0.005, it may be off by some 5e-5.
 
-The normaliser is taken to be summed in float32 from *unrounded* weights, and the LSE has its own, much
-smaller budget: ``4 u32 (|lse| + |top| + 0.42 sqrt(n / 32) + 4) + 4 s_lse``: roundings of the LSE and of the
-maximum in natural and base-2 units, the sum tile by tile, and the scores.
+The normaliser is taken to be summed in float32 from *unrounded* weights; its logarithm is part of the LSE,
+which has its own, much smaller budget: ``4 u32 (|lse| + |top| + 0.42 sqrt(n / 32) + 4) + 4 s_lse``: roundings
+of the LSE and of the maximum in natural and base-2 units, the sum tile by tile, and the scores. A kernel may
+also keep a sum a thread from the first key to the last: what a key adds to the sum that holds the largest
+weight is rounded to that sum's last place, and keys lighter than that are lost or rounded up to it, all one way
+where they are alike. At least four threads share a row in every layout of a matrix product, so a quarter of
+``swallowed`` is added to the budget of the LSE, and that share of itself to an output's.
 
 The multiples 4 and 8 and that ``2^-14`` are the only constants chosen by hand: on random float16 and bfloat16
 data an error of four times the honest one is over budget, and simulated honest kernels
@@ -70,8 +75,11 @@ ELEMENT_SIGMAS = 8.0
 COARSE_EXP = 2.0**-14
 """Relative error of an exponential that is still good enough for weights of 16 bits."""
 
-MMA_KEYS = 16
-"""Keys whose products a tensor core adds in one step."""
+CUT_KEYS = 4
+"""Keys whose products lose a float32 roundoff of the accumulator together: each is cut two bits below it."""
+
+ROW_THREADS = 4
+"""Threads that share a row of a matrix product, at least, and so the sum of its weights."""
 
 GUARD_BYTES = 4096
 """Canary band on either side of a checked output; a multiple of every alignment that kernels ask for."""
@@ -144,16 +152,17 @@ def budget(ref: Reference, problem: DecodeProblem) -> Budget:
     steps = torch.where(ref.exact, 0.0, ROUNDING_RMS * keys.sqrt()[..., None]) + (offsets + 1)[..., None]
     walk = FP32_UNIT * steps * ref.swing
     sigma = (ref.p_rms.square() + ref.s_rms.square() + walk.square()).sqrt()
-    alike = ref.tied * keys if dtype == torch.float32 else keys / MMA_KEYS  # steps that all err one way
+    alike = ref.tied * keys if dtype == torch.float32 else keys / CUT_KEYS  # steps that all err one way
     bias = ref.bias + (ref.normalised - ROW_SIGMAS * ref.p_rms).clamp(min=0)
     bias = bias + torch.where(ref.exact, 0.0, FP32_UNIT * alike[..., None] * ref.swing)
-    if dtype != torch.float32:
-        bias = bias + COARSE_EXP * ref.out.abs()
+    swallowed = ref.swallowed / ROW_THREADS  # of the sum that everything is divided by
+    bias = bias + (swallowed[..., None] + (0.0 if dtype == torch.float32 else COARSE_EXP)) * ref.out.abs()
     return Budget(
         row=half_spacing.norm(dim=-1) + bias.norm(dim=-1) + ROW_SIGMAS * sigma.norm(dim=-1),
         element=half_spacing + bias + ELEMENT_SIGMAS * sigma,
         lse=4 * FP32_UNIT * (offsets + ROUNDING_RMS * (keys / 32).sqrt() + ref.tied * keys / 32 + 4)
-        + 4 * ref.s_lse,
+        + 4 * ref.s_lse
+        + swallowed,
     )
 
 

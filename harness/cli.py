@@ -123,6 +123,12 @@ def check(
             show_default="all",
         ),
     ] = ",".join(FAMILY_NAMES),
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Cases checked side by side.", show_default="as many as fit the device, at most 4"
+        ),
+    ] = None,
 ) -> None:
     """Put every implementation on each case through all probes against the float64 reference, without timing.
 
@@ -135,7 +141,7 @@ def check(
         if name not in FAMILY_NAMES:
             raise StudyError(f"--families: expected some of {', '.join(FAMILY_NAMES)}, got {name!r}")
     path = loaded.folder / CHECKS_FILE
-    outcomes = check_study(loaded, device=device, families=asked, records=path, console=progress)
+    outcomes = check_study(loaded, device=device, families=asked, records=path, jobs=jobs, console=progress)
     _print_check(loaded, outcomes)
     console.print(f"records are in {path}", soft_wrap=True)
     statuses = {outcome.status for outcome in outcomes}

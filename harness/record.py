@@ -52,6 +52,9 @@ CHECKS_FILE = "checks.jsonl"
 IMPOSTORS_FILE = "impostors.jsonl"
 """Wrong kernels that the check was tried on, in a folder of their own."""
 
+FINDINGS_FILE = "findings.jsonl"
+"""Name of the file, in a study's folder, with the smallest problem of each wrong answer of its check."""
+
 RANDOM_FILE = "random.jsonl"
 """Random problems that implementations were tried on, beside the impostors."""
 
@@ -252,6 +255,16 @@ def read(path: str | Path) -> list[Record]:
         FileNotFoundError: where there is no such file.
         RecordError: for any other line that is not a record, naming file, line and key.
     """
+    return [record for _, record in read_numbered(path)]
+
+
+def read_numbered(path: str | Path) -> list[tuple[int, Record]]:
+    """The records of a file as :func:`read` gives them, each with the number of its line, from 1.
+
+    Raises:
+        FileNotFoundError: where there is no such file.
+        RecordError: as for :func:`read`.
+    """
     path = Path(path)
     data = path.read_bytes()
     records = []
@@ -259,10 +272,10 @@ def read(path: str | Path) -> list[Record]:
         if not line.strip():
             continue
         try:
-            records.append(_check_schema(_parse(line)))
+            records.append((number, _check_schema(_parse(line))))
         except RecordError as error:
             if isinstance(error, _NotAnObject) and not line.endswith(b"\n"):
-                warnings.warn(f"{path}:{number}: skipped a half-written last line", RecordWarning, stacklevel=2)
+                warnings.warn(f"{path}:{number}: skipped a half-written last line", RecordWarning, stacklevel=3)
                 continue
             raise RecordError(f"{path}:{number}: {error}") from error
     return records

@@ -9,11 +9,16 @@ without it.
 
 from __future__ import annotations
 
+import os
 import statistics
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from rich.console import Console
@@ -42,6 +47,15 @@ from harness.worker import (
 
 VOLATILE = ("clocks",)
 """Keys of a run's environment that change by themselves, and do not make it another environment."""
+
+CHECK_COPIES = 16
+"""Copies of a case's K and V that its check may hold at once, of all kinds and dtypes."""
+
+CONTEXT_BYTES = 4 << 30
+"""What a worker holds besides: its context, the pieces of the float64 reference, workspaces."""
+
+MAX_CHECK_JOBS = 4
+"""The most workers that check side by side: more would wait for the device."""
 
 STYLES: Mapping[str, str] = {"ok": "green", "wrong": "bold red", "failed": "red", "invalid": "red"}
 """Colours of the statuses on the console; the others are dim."""
@@ -172,6 +186,7 @@ def check_study(
     device: str | None = None,
     families: Sequence[str] = FAMILY_NAMES,
     records: Path | None = None,
+    jobs: int | None = None,
     setup: Setup | None = None,
     deadline_s: float = DEADLINE_S,
     console: Console | None = None,
@@ -185,6 +200,7 @@ def check_study(
             memory and state.
         records: where to write ``kind: check`` records, each case's in the place of its older ones; None
             writes none.
+        jobs: cases that are checked side by side, each in a worker; None takes as many as fit the device.
         setup: as for :func:`run_study`.
         deadline_s: as for :func:`run_study`.
         console: as for :func:`run_study`.
@@ -195,43 +211,102 @@ def check_study(
     Raises:
         RunError: if no worker starts.
     """
-    outcomes: list[Outcome] = []
-    with (
-        WorkerPool(_setup(setup, device), deadline_s) as pool,
-        _Display(console, total=len(study.cases) * len(study.entries)) as display,
-    ):
-        ready = _start(pool)
-        run = record.run_record(record.new_run_id(), study.name, ready.env)
-        unavailable = _load_all(pool, study.entries, display)
-        for case in study.cases:
-            found: list[Row] = []
+    chosen = _setup(setup, device)
+    with ExitStack() as stack:
+        pools = [stack.enter_context(WorkerPool(chosen, deadline_s))]
+        display = stack.enter_context(_Display(console, total=len(study.cases) * len(study.entries)))
+        ready = _start(pools[0])
+        unavailable = _load_all(pools[0], study.entries, display)
+        more = (jobs or _jobs_that_fit(study, ready.memory_bytes)) - 1
+        pools += [stack.enter_context(WorkerPool(chosen, deadline_s)) for _ in range(more)]
+        checker = _Checker(study, tuple(families), unavailable, pools, records, display)
+        return checker.check_all(record.run_record(record.new_run_id(), study.name, ready.env))
+
+
+class _Checker:
+    """Several worker pools that share out the cases of a study: nothing is timed, so they may work side by side."""
+
+    def __init__(
+        self,
+        study: Study,
+        families: tuple[str, ...],
+        unavailable: Mapping[str, str],
+        pools: Sequence[WorkerPool],
+        records: Path | None,
+        display: _Display,
+    ) -> None:
+        self._study = study
+        self._families = families
+        self._unavailable = unavailable
+        self._pools = pools
+        self._idle: SimpleQueue[WorkerPool] = SimpleQueue()
+        for pool in pools:
+            self._idle.put(pool)
+        self._records = records
+        self._display = display
+        self._writing = threading.Lock()
+        self._stopped = False
+
+    def check_all(self, run: Record) -> tuple[Outcome, ...]:
+        """Every case, the largest first; in the order of the study."""
+        unwritten = [run]
+        with ThreadPoolExecutor(len(self._pools)) as threads:
+            largest_first = sorted(self._study.cases, key=lambda case: -case.problem.kv_bytes)
+            futures = {case.name: threads.submit(self._check, case, run, unwritten) for case in largest_first}
+            try:
+                return tuple(outcome for case in self._study.cases for outcome in futures[case.name].result())
+            except BaseException:  # Ctrl-C above all: what others still find is not waited for
+                self._stopped = True
+                threads.shutdown(wait=False, cancel_futures=True)
+                for pool in self._pools:
+                    pool.kill()
+                raise
+
+    def _check(self, case: Case, run: Record, unwritten: list[Record]) -> list[Outcome]:
+        entries = self._study.entries
+        found: dict[int, Row] = {}
+
+        def take(row: Row) -> None:
+            if self._stopped:
+                raise CancelledError
+            found[row.who] = row
+
+        pool = self._idle.get()
+        try:
             _run_case(
                 pool,
                 case,
-                study.entries,
-                unavailable,
-                task=partial(_examine, case, tuple(families)),
+                entries,
+                self._unavailable,
+                task=partial(_examine, case, self._families),
                 bound=False,
-                on_row=found.append,
-                display=display,
+                on_row=take,
+                display=self._display,
             )
-            rows = {row.who: row for row in found}
-            of_case = [
-                Outcome(
-                    case=case.name,
-                    entry=entry,
-                    status=rows[who].status,
-                    reason=rows[who].reason,
-                    config=rows[who].config,
-                    check=rows[who].check,
-                )
-                for who, entry in enumerate(study.entries)
-            ]
-            if records is not None:
-                made = [_check_record(run["run_id"], case, outcome) for outcome in of_case]
-                record.replace_cases(records, made if outcomes else [run, *made])
-            outcomes += of_case
-    return tuple(outcomes)
+        finally:
+            self._idle.put(pool)
+        outcomes = [_outcome(case, entry, found[who]) for who, entry in enumerate(entries)]
+        with self._writing:
+            if self._records is not None:
+                made = [_check_record(run["run_id"], case, outcome) for outcome in outcomes]
+                record.replace_cases(self._records, [*unwritten, *made])
+                unwritten.clear()
+        return outcomes
+
+
+def _outcome(case: Case, entry: Entry, row: Row) -> Outcome:
+    return Outcome(
+        case=case.name, entry=entry, status=row.status, reason=row.reason, config=row.config, check=row.check
+    )
+
+
+def _jobs_that_fit(study: Study, memory_bytes: int | None) -> int:
+    """Cases that a GPU checks side by side: as many as its memory holds of the largest; elsewhere one."""
+    if memory_bytes is None:
+        return 1
+    largest = max(case.problem.kv_bytes for case in study.cases)
+    fit = memory_bytes // (CHECK_COPIES * largest + CONTEXT_BYTES)
+    return max(1, min(fit, MAX_CHECK_JOBS, (os.cpu_count() or 1) // 2, len(study.cases)))
 
 
 def _setup(setup: Setup | None, device: str | None) -> Setup:

@@ -125,13 +125,14 @@ Task = Load | Ceiling | Measure | Examine
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker is up: the device it works on, its environment, and how it measures."""
+    """The worker is up: the device it works on, its environment, how it measures, and the device's memory."""
 
     device: str
     env: Mapping[str, Any]
     has_bound: bool
     method: str
     cache: str
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,10 @@ class Worker:
         """Whether the process is there."""
         return self._process.is_alive()
 
+    def kill(self) -> None:
+        """End the process, for another thread that waits for its answer to learn of it."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the process, whatever it is doing."""
         self._process.kill()
@@ -332,6 +337,11 @@ class WorkerPool:
         except WorkerLost as lost:
             reason = lost.reason
         return reason
+
+    def kill(self) -> None:
+        """End the worker's process, for another thread that asks it to get :class:`WorkerLost`."""
+        if self._worker is not None:
+            self._worker.kill()
 
     def _up(self) -> Worker:
         if self._worker is not None and not self._worker.alive:

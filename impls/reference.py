@@ -62,6 +62,9 @@ class Reference:
             ``e_j``, ``sqrt(sum_j p_j^2 e_j^2 (v_jd - out_d)^2)``. See :func:`reference` for ``e_j``.
         s_lse: ``[B, Hq]``: standard deviation of ``lse`` from the same errors, ``sqrt(sum_j p_j^2 e_j^2)``,
             plus the shared errors of equal scores.
+        swallowed: ``[B, Hq]``: the most that keys of little weight can be off by, together, in a float32 sum
+            that holds all others: those under the sum's last place are lost or rounded up to it, each off by its
+            own weight or by half a last place; relative to the sum. Heavier keys round at random.
         tied: ``[B, Hq]``: share of the keys whose score another key has too, the largest score left out.
             Adding equal terms to a sum rounds the same way at every step, instead of at random.
         swing: ``[B, Hq, D]``: the largest value that a running sum ``sum_{j <= t} p_j v_jd`` takes, or
@@ -78,6 +81,7 @@ class Reference:
     normalised: Tensor
     s_rms: Tensor
     s_lse: Tensor
+    swallowed: Tensor
     tied: Tensor
     swing: Tensor
     exact: Tensor
@@ -122,6 +126,7 @@ def reference(inputs: DecodeInputs) -> Reference:
         normalised=zeros(*shape),
         s_rms=zeros(*shape),
         s_lse=zeros(*shape[:2]),
+        swallowed=zeros(*shape[:2]),
         tied=zeros(*shape[:2]),
         swing=zeros(*shape),
         exact=zeros(*shape).bool(),
@@ -191,6 +196,7 @@ def _fill_sequence(result: Reference, b: int, inputs: DecodeInputs, rows: slice)
     result.normalised[b] = normalised.abs().flatten(0, 1)
     result.s_rms[b] = s_variance.clamp(min=0).sqrt().flatten(0, 1)
     result.s_lse[b] = (s_weight.sqrt() + shared_lse).flatten()
+    result.swallowed[b] = _swallowed(p / total).flatten()
     result.tied[b] = tied.double().mean(-1).flatten()
     result.swing[b] = torch.maximum(swing / total, walk.sqrt()).flatten(0, 1)
     result.exact[b] = (uniform[..., None] & (mass < EXACT_SUM)[:, None]).flatten(0, 1)
@@ -229,6 +235,11 @@ def _weight_rounding(p: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     lost = torch.where(p < torch.finfo(dtype).tiny, p.clamp(max=half_subnormal(dtype)), 0.0)
     error = torch.minimum(torch.maximum(ROUNDING_RMS * unit_roundoff(dtype) * p, lost), 1 - p)
     return error, lost
+
+
+def _swallowed(weights: Tensor) -> Tensor:
+    """What light keys can be off by in a sum of 1: ``[Hkv, G]`` from normalised weights ``[Hkv, G, n]``."""
+    return torch.where(weights < 2 * FP32_UNIT, weights.clamp(max=FP32_UNIT), 0.0).sum(-1)
 
 
 def _rounding(weights: Tensor, dtype: torch.dtype) -> Tensor:

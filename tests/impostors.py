@@ -604,7 +604,8 @@ def _(right):
         if not generator:
             generator.append(torch.Generator(inputs.device).manual_seed(0))
         hit = torch.rand(output.out.shape, generator=generator[0], device=inputs.device) < RACE
-        output.out.copy_(torch.where(hit, 1.5 * output.out, output.out))
+        size = output.out.float().square().mean(-1, keepdim=True).sqrt().to(output.out.dtype)  # of an element
+        output.out.copy_(torch.where(hit, output.out + size, output.out))
 
     return kernel
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.families import FAMILY_NAMES, FAMILY_NOTES
-from harness.record import CHECKS_FILE, IMPOSTORS_FILE, RANDOM_FILE, Record, RecordError, read
+from harness.record import CHECKS_FILE, FINDINGS_FILE, IMPOSTORS_FILE, RANDOM_FILE, Record, RecordError, read
 from harness.render.findings import code, escape, join
 from harness.render.markdown import Table, fill
 
@@ -275,7 +275,54 @@ def deep_check(folder: Path) -> dict[str, Any] | None:
         "families": _by_family(rows),
         "pairs": _pairs([r for r in rows if r["status"] == "ok"]),
         "determinism": _determinism([r for r in rows if r["status"] == "ok"]),
+        "faults": _faults(rows, folder),
     }
+
+
+def _faults(rows: Sequence[Record], folder: Path) -> list[dict[str, str]]:
+    """Each implementation and probe with a wrong answer: a sentence, and what repeats it on the least problem."""
+    smallest = {}
+    if (folder / FINDINGS_FILE).is_file():
+        least = [r for r in read(folder / FINDINGS_FILE) if r["kind"] == "check"]
+        smallest = {(r["impl"], r["config"]["probe"]): r for r in least}
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for r in rows:
+        if r["status"] == "wrong":
+            title = r["check"].get("family") or str(r["reason"]).partition(":")[0]
+            groups.setdefault((r["impl"], title), []).append(r)
+    faults = []
+    for (impl, title), of_group in groups.items():
+        cases = join([code(r["case"]) for r in of_group])
+        row = smallest.get((impl, title))
+        again = (
+            "" if row is None else "; right when tried again" if row["status"] == "ok" else "; the least problem:"
+        )
+        shown = row if row is not None and row["status"] == "wrong" else of_group[0]
+        faults.append(
+            {
+                "text": f"{code(impl)} is wrong by the probe `{title}` on {cases}: "
+                f"{escape(str(of_group[0]['reason']).removeprefix(f'{title}: '))}{again}",
+                "snippet": _snippet(shown, title),
+            }
+        )
+    return faults
+
+
+def _snippet(row: Record, title: str) -> str:
+    """Python that puts the row's implementation through the probe on the row's problem."""
+    problem = {**row["problem"], "kv_lens": tuple(row["problem"]["kv_lens"])}
+    arguments = ", ".join(f"{key}={value!r}" for key, value in problem.items())
+    return f"""import torch
+from harness.probes import probes
+from impls.catalog import load
+from impls.problem import DecodeProblem
+
+problem = DecodeProblem({arguments})
+device = torch.device("cuda")
+plan = load({row["impl"]!r}).plan(problem, device)
+for probe in probes(problem, {row["seed"]}, device, families=({title.partition(" ")[0]!r},)):
+    print(probe.title, probe.apply(plan).result.reason)
+"""
 
 
 def _label(row: Record) -> str:

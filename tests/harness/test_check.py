@@ -55,6 +55,37 @@ def test_honest_kernels_pass_with_margin_at_long_context(dtype):
         assert result.worst_lse < 0.6
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_one_long_split_is_no_false_alarm(family, dtype):
+    """Truncated products add up, and light keys vanish in a thread's sum: both grow with the keys of a split."""
+    problem = DecodeProblem(kv_lens=(131072,), heads_q=2, heads_kv=1, head_dim=32, dtype=dtype)
+    inputs = make_inputs(problem, 0, "cpu", family=family)
+    ref = reference(inputs)
+    for form in ({"lanes": 4}, {"lanes": 4, "reverse": True}, {"truncate": dtype != "float32"}):
+        result = compare(honest(inputs, block=1024, **form), ref, problem)
+        assert result.ok, (form, result.reason)
+
+
+def test_light_keys_beside_a_heavy_one_are_allowed_for():
+    """Each half a last place of the sum: added first, they count; added last, they are lost."""
+    keys = 1 << 16
+    problem = DecodeProblem(kv_lens=(keys,), heads_q=1, heads_kv=1, head_dim=16, dtype="float32", scale=1.0)
+    inputs = make_inputs(problem, 0, "cpu")
+    inputs.q.zero_()
+    inputs.q[..., 0] = 1
+    inputs.k[:, 0, 0] = math.log(2**-25) + torch.linspace(-0.5, 0.5, keys)
+    for place, lost in ((0, True), (keys - 1, False)):
+        there = replace(inputs, k=inputs.k.clone())
+        there.k[place, 0, 0] = 0.0
+        ref = reference(there)
+        output = honest(there, lanes=4, block=1024)
+        off = abs(float(output.lse) - float(ref.lse))
+        assert (off > 1e-4) == lost
+        assert compare(output, ref, problem).ok
+        assert off < float(budget(ref, problem).lse) < 1e-3
+
+
 @given(
     kv_lens=st.lists(st.integers(0, 300), max_size=4),
     group=st.sampled_from([1, 2, 5, 7, 8]),

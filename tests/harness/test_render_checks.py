@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness import record
-from harness.record import CHECKS_FILE, IMPOSTORS_FILE, RANDOM_FILE, RecordError
+from harness.record import CHECKS_FILE, FINDINGS_FILE, IMPOSTORS_FILE, RANDOM_FILE, RecordError
 from harness.render import render_study
 from harness.render.checks import deep_check
 from impls.problem import DecodeProblem
@@ -173,3 +173,28 @@ def test_a_study_says_how_far_right_answers_are_apart(tmp_path: Path) -> None:
         ["`b`", "0.002", "0.002 (0.25)", ""],
     ]
     assert deep["determinism"].rows == [["`a num_splits=8`", "0", "7", "–"], ["`b`", "0", "7", "–"]]
+
+
+def test_a_wrong_answer_is_told_with_what_repeats_it_on_the_least_problem(tmp_path: Path) -> None:
+    fault = check("case", "b", status="wrong", check={**OVER, "family": "normal memory", "probes": [], "pairs": []})
+    record.append(tmp_path / CHECKS_FILE, RUN, fault)
+    deep = deep_check(tmp_path)
+    assert deep is not None
+    (told,) = deep["faults"]
+    assert told["text"] == "`b` is wrong by the probe `normal memory` on `case`: row (sequence 0, head 1): over"
+    assert "kv_lens=(63, 0), heads_q=2" in told["snippet"]
+
+    least = {**fault, "case": "case: normal memory", "config": {"role": "finding", "probe": "normal memory"}}
+    least["problem"] = {**least["problem"], "kv_lens": [1, 1]}
+    record.append(tmp_path / FINDINGS_FILE, RUN, least)
+    deep = deep_check(tmp_path)
+    assert deep is not None
+    (told,) = deep["faults"]
+    assert told["text"].endswith("; the least problem:")
+    assert "kv_lens=(1, 1), heads_q=2" in told["snippet"]
+    compile(told["snippet"], "snippet", "exec")
+
+    record.replace_cases(tmp_path / FINDINGS_FILE, [{**least, "status": "ok", "reason": None}])
+    deep = deep_check(tmp_path)
+    assert deep is not None
+    assert deep["faults"][0]["text"].endswith("; right when tried again")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from harness import record
-from harness.runner import RunError, RunSummary, check_study, run_study
+from harness.runner import RunError, RunSummary, _jobs_that_fit, check_study, run_study
 from harness.study import Case, Entry, Study
 from harness.worker import Setup
 from impls.problem import DecodeProblem
@@ -141,7 +142,8 @@ def test_a_killed_run_loses_nothing_and_is_continued(tmp_path: Path) -> None:
     )
     path = tmp_path / "go.py"
     path.write_text(script)
-    env = {**os.environ, fakes.STALL_VARIABLE: "1", "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # the same libraries: the same environment
+    env = {**os.environ, fakes.STALL_VARIABLE: "1", "PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen([sys.executable, str(path), str(tmp_path)], cwd=ROOT, env=env)
     try:
         # The second case stalls: wait until its first row, which needs no timing, has been written.
@@ -221,6 +223,50 @@ def test_checking_times_nothing_and_records_only_where_it_is_told_to(tmp_path: P
     assert outcomes[8].reason is not None
     assert outcomes[8].reason.startswith("determinism: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_cases_are_checked_side_by_side_with_the_same_outcome(tmp_path: Path) -> None:
+    study = make_study(tmp_path, "right", "wrong", "missing", "dies", "zero-time")
+    alone, together = (
+        check_study(study, families=("normal",), jobs=jobs, setup=SETUP, deadline_s=DEADLINE_S) for jobs in (1, 2)
+    )
+    assert together == alone
+    path = tmp_path / "checks.jsonl"
+    check_study(study, families=("normal",), records=path, jobs=2, setup=SETUP, deadline_s=DEADLINE_S)
+    kinds = [r["kind"] for r in record.read(path)]
+    assert kinds == ["run", *["check"] * len(alone)]
+
+
+def test_a_check_that_is_interrupted_ends_at_once_and_keeps_what_was_complete(tmp_path: Path, monkeypatch) -> None:
+    """The second case stalls for good; the first, without keys, is complete when Ctrl-C comes."""
+    monkeypatch.setenv(fakes.STALL_VARIABLE, "1")
+    first = replace(FIRST, problem=replace(FIRST.problem, kv_lens=(0,)))
+    study = make_study(tmp_path, "right", "stalls", cases=(first, SECOND))
+    path = tmp_path / "checks.jsonl"
+    interrupted = threading.Event()
+
+    def interrupt() -> None:
+        while not path.exists():
+            time.sleep(0.05)
+        interrupted.set()
+        os.kill(os.getpid(), signal.SIGINT)  # to the process: the main thread waits
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        check_study(study, families=("normal",), records=path, jobs=2, setup=SETUP, deadline_s=120)
+    assert interrupted.is_set()
+    assert [r["case"] for r in record.read(path) if r["kind"] == "check"] == ["first", "first"]
+
+
+def test_as_many_cases_are_checked_side_by_side_as_the_device_holds(tmp_path: Path) -> None:
+    problem = DecodeProblem(kv_lens=(4096,) * 64, heads_q=32, heads_kv=8, head_dim=128)
+    cases = tuple(Case(name=f"case{i}", problem=problem, seed=0) for i in range(6))
+    study = make_study(tmp_path, "right", cases=cases)
+    cores = (os.cpu_count() or 1) // 2
+    assert _jobs_that_fit(study, None) == 1
+    assert _jobs_that_fit(study, 24 << 30) == 1
+    assert _jobs_that_fit(study, 141 << 30) == max(1, min(4, cores))
+    assert _jobs_that_fit(make_study(tmp_path, "right", cases=cases[:1]), 141 << 30) == 1
 
 
 def test_check_records_say_what_every_probe_found(tmp_path: Path) -> None:
