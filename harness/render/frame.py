@@ -24,7 +24,7 @@ from harness.record import (
     records_file,
     series_label,
 )
-from impls.catalog import IMPLS, OURS
+from impls.catalog import ABLATIONS, IMPLS, OURS
 from impls.problem import DecodeProblem
 
 NO_RECORD = "no record"
@@ -343,7 +343,8 @@ def _add_ratios(rows: Iterable[Row], smallest_effects: Mapping[str, float]) -> N
         bound = next((row for row in group if row["impl"] == STREAM_READ), None)
         impls = [row for row in group if row["role"] == "impl"]
         best = min(impls, key=lambda row: row["us"], default=None)
-        peer = min((row for row in impls if row["impl"] not in OURS), key=lambda row: row["us"], default=None)
+        peers = [row for row in impls if row["impl"] not in (*OURS, *ABLATIONS)]
+        peer = min(peers, key=lambda row: row["us"], default=None)
         for row in impls:
             smallest = smallest_effects[row["run_id"]]
             if best is not None and (slowdown := _set_ratio(row, "slowdown", row, best)) is not None:
