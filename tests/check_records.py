@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,11 @@ def floor_record(run_id: str, dtype: str, length: int, device: torch.device) -> 
     )
 
 
+def floor_records(run_id: str, length: int, device: torch.device) -> list[Record]:
+    """The honest errors at one length, one record a dtype."""
+    return [floor_record(run_id, dtype, length, device) for dtype in DTYPE_BYTES]
+
+
 def _digits(value: Any) -> Any:
     """Numbers to four digits: they are there to be compared."""
     if isinstance(value, dict):
@@ -102,22 +109,34 @@ def _digits(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def write(folder: Path, device: torch.device, kernels: Sequence[str], lengths: Sequence[int]) -> None:
-    """Try everything and write it into a folder."""
+def write(
+    folder: Path, device: torch.device, kernels: Sequence[str], lengths: Sequence[int], *, jobs: int = 1
+) -> None:
+    """Try everything, in so many processes, and write it into a folder, each part as it is done."""
     path = folder / IMPOSTORS_FILE
     run = record.run_record(record.new_run_id(), "check", environment(device.type))
+    run_id = str(run["run_id"])
     pending = [run]
-    for length in lengths:
-        for kernel in kernels:
-            rows = impostor_records(str(run["run_id"]), kernel, length, device)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        parts = {
+            **{
+                pool.submit(impostor_records, run_id, kernel, length, device): f"{kernel} {length}"
+                for length in sorted(lengths, reverse=True)  # the long ones take longest
+                for kernel in kernels
+            },
+            **{
+                pool.submit(floor_records, run_id, length, device): f"honest kernels {length}"
+                for length in sorted(lengths, reverse=True)
+            },
+        }
+        for part in as_completed(parts):
+            rows = part.result()
             record.replace_cases(path, [*pending, *rows])
             pending = []
-            count = sum(row["config"]["counts"] for row in rows)
-            caught = sum(row["config"]["counts"] and row["status"] == "wrong" for row in rows)
-            print(f"{kernel} {length}: {len(rows)} impostors, {count} count, {caught} of them caught", flush=True)
-        floors = [floor_record(str(run["run_id"]), dtype, length, device) for dtype in DTYPE_BYTES]
-        record.replace_cases(path, [*pending, *floors])
-        pending = []
+            count = sum(row["config"].get("counts", False) for row in rows)
+            caught = sum(row["config"].get("counts", False) and row["status"] == "wrong" for row in rows)
+            told = f", {count} count, {caught} of them caught" if count else ""
+            print(f"{parts[part]}: {len(rows)} tried{told}", flush=True)
 
 
 def main() -> None:
@@ -126,11 +145,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("reports/check"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
     parser.add_argument("--around", default=None, help="kernels; all of ours and a simulated one on a GPU")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     asked = parser.parse_args()
     everyone = (SIMULATED, *OURS) if asked.device == "cuda" else (SIMULATED,)
     kernels = asked.around.split(",") if asked.around else everyone
-    write(asked.folder, torch.device(asked.device), kernels, [int(n) for n in asked.lengths.split(",")])
+    write(
+        asked.folder,
+        torch.device(asked.device),
+        kernels,
+        [int(n) for n in asked.lengths.split(",")],
+        jobs=asked.jobs,
+    )
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def _catches(rows: Sequence[Record]) -> Table:
     by_place = {(r["impl"], r["config"]["length"]): r for r in rows}
     lines = [
         [escape(name), *(_catch(by_place.get((name, length))) for length in lengths)]
-        for name in dict.fromkeys(r["impl"] for r in rows)
+        for name in dict.fromkeys(r["impl"] for r in sorted(rows, key=lambda r: r["config"]["length"]))
     ]
     return Table(["wrong kernel", *(f"{n:,} keys" for n in lengths)], "l" * (1 + len(lengths)), lines)
 
@@ -146,7 +146,7 @@ def _why(row: Record) -> str:
 def _real(rows: Sequence[Record]) -> Table | None:
     """How the impostors around each kernel fared, length by length."""
     lines = []
-    for kernel in dict.fromkeys(r["config"]["around"] for r in rows):
+    for kernel in sorted({r["config"]["around"] for r in rows}, key=lambda name: (name != SIMULATED, name)):
         for length in _lengths(rows):
             mine = [r for r in rows if (r["config"]["around"], r["config"]["length"]) == (kernel, length)]
             count = [r for r in mine if r["config"]["counts"]]
