@@ -40,5 +40,5 @@ def render_study(folders: Sequence[Path]) -> Path:
     from harness.render.markdown import write_report
 
     comparison = load(folders)
-    target = folders[0] if len(folders) == 1 else folders[0].parent / "+".join(f.name for f in folders)
+    target = folders[0] if len(folders) == 1 else folders[0].parent / "+".join(comparison.folders)
     return write_report(comparison, draw_all(comparison, target / "figures"), target, deep=deep_check(target))

@@ -225,3 +225,60 @@ def _timing(rng: Random, us: float, n: int, method: str) -> dict[str, object]:
         "kernels": None if method == "wall" else 2,
         "samples": [{"round": i, "us": round(us * rng.gauss(1.0, 0.004), 4), "throttled": False} for i in range(n)],
     }
+
+
+def profiled(records: Sequence[rec.Record], *, run_id: str) -> list[rec.Record]:
+    """What a run of method ``kernels`` adds to these records: its run, and a breakdown for each implementation."""
+    parts = {
+        "calls": 9,
+        "kernels": [{"name": "split", "us": 10.0}, {"name": "combine", "us": 2.0}],
+        "gap_us": 0.5,
+        "between_us": 1.0,
+        "traced_us": 13.5,
+        "total_us": 13.4,
+    }
+    found = [records[0] | {"run_id": run_id}]
+    for record in records:
+        if record.get("role") == "impl" and record["status"] == "ok":
+            timing = record["timing"] | {"method": "kernels", "breakdown": parts}
+            found.append(record | {"run_id": run_id, "timing": timing})
+    return found
+
+
+def on_gpu(records: Sequence[rec.Record], gpu: str) -> list[rec.Record]:
+    """The records, made on another GPU."""
+    return [r | {"env": r["env"] | {"gpu": gpu}} if r["kind"] == "run" else r for r in records]
+
+
+SPLIT_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def split_records(
+    cases: Mapping[str, DecodeProblem] | None = None, *, counts: Sequence[int] = SPLIT_COUNTS, n: int = 20
+) -> list[rec.Record]:
+    """One run on a GPU of our kernels and flash-attn 3 at fixed split counts and with their own choice.
+
+    Time is bytes over the share of the device that ``splits × batch × heads_kv`` CTAs fill, plus a merge that
+    grows with the splits. flash-attn 3 does not report what it chose.
+    """
+    cases = {name: GPU_CASES[name] for name in ("b1_1k", "b1_8k", "b64_4k")} if cases is None else cases
+    rng = Random(2)
+    records = [r for r in gpu_records(cases, study="h200-splits", n=n) if r.get("impl") not in SPEEDS]
+    for case, p in cases.items():
+        for impl in ("tilelang-splitkv", "triton-splitkv", "flash-attn-3"):
+            own = max(1, 132 // (p.batch * p.heads_kv))
+            for asked in (None, *counts):
+                splits = own if asked is None else asked
+                full = min(1.0, splits * p.batch * p.heads_kv / 132)
+                us = (
+                    SPEEDS[impl].launch_us
+                    + p.kv_bytes / CEILING_GBPS / 1e3 / full / SPEEDS[impl].share
+                    + 0.06 * splits
+                )
+                record = _impl_record("20261130T101500Z-3fa2", case, p, impl, us, n, "graph", {}, rng)
+                config = record["config"] | {"splits_max": splits, "work_items": splits * p.batch * p.heads_kv}
+                if impl == "flash-attn-3":
+                    config |= {"splits_max": None, "work_items": None}
+                config |= {} if asked is None else {"asked": {"num_splits": asked}, "num_splits": asked}
+                records.append(record | {"config": config})
+    return records

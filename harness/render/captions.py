@@ -1,0 +1,335 @@
+"""The caption of each figure: a generated sentence of what it found, then how to read it; or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from harness.render.decisions import paired
+from harness.render.findings import passed, reconciled
+from harness.render.frame import Comparison, each
+from harness.render.groups import (
+    ABOUT_EQUAL,
+    MIN_BATCHES,
+    curves_of,
+    launch_floor,
+    pairs_of,
+    sweeps_of,
+    uneven_cases,
+)
+from harness.render.plots_detail import parts_cases
+from harness.render.text import cases_text, code, join, us_text
+from harness.stats import CONFIDENCE
+
+CPU_ONLY = "a run on a CPU makes no claim about speed"
+
+
+@dataclass(frozen=True)
+class Caption:
+    """What stands beside a figure.
+
+    Args:
+        alt: what the picture shows, for a reader who does not see it.
+        finding: one sentence of what was found.
+        reading: how to read the figure.
+        absent: why a report has no such figure, as the end of a sentence.
+    """
+
+    alt: str
+    finding: Callable[[Comparison], str]
+    reading: Callable[[Comparison], str]
+    absent: Callable[[Comparison], str]
+
+
+def _share(comparison: Comparison) -> str:
+    rows = comparison.impls[comparison.impls["share"].notna() & comparison.impls["label"].isin(comparison.shown)]
+    count = rows.loc[rows.groupby("case")["share"].idxmax(), "label"].value_counts()
+    label = next(label for label in comparison.shown if count.get(label, 0) == count.max())
+    mine = rows[rows["label"] == label]
+    low, high = mine.nsmallest(1, "share").iloc[0], mine.nlargest(1, "share").iloc[0]
+    return (
+        f"{code(label)} is nearest to the bound on {count.max()} of {cases_text(len(comparison.cases))}, from"
+        f" {low['share']:.0f} % ({code(low['case'])}) to {high['share']:.0f} % ({code(high['case'])})."
+    )
+
+
+def _share_reading(comparison: Comparison) -> str:
+    return (
+        "The bound is the time of only reading the same K and V bytes, measured in the same rounds; 100 % is its"
+        f" speed, {memory_text(comparison)}. Cases by KV bytes; bars are {round(100 * CONFIDENCE)} % intervals of"
+        " the median, mostly smaller than the marks."
+    )
+
+
+def memory_text(comparison: Comparison) -> str:
+    """How fast the bound reads, from the smallest case to the largest, and the device at best."""
+    told = []
+    for device in comparison.devices:
+        bounds = comparison.bounds[comparison.bounds["device"] == device]
+        if bounds.empty:
+            continue
+        text = f"{bounds['gbps'].min():,.0f} to {bounds['gbps'].max():,.0f} GB/s from case to case"
+        ceilings = [comparison.ceilings[run] for run in bounds["run_id"].unique() if run in comparison.ceilings]
+        if ceilings:
+            text += f" where the device reads {max(ceilings):,.0f} GB/s at best"
+        told.append(f"{text} ({device})" if len(comparison.devices) > 1 else text)
+    return join(told)
+
+
+def _slowdown(comparison: Comparison) -> str:
+    rows = comparison.impls
+    fastest = rows.loc[rows["slowdown"] == 1.0, "impl"].value_counts()
+    order = list(dict.fromkeys(rows["impl"]))
+    counts = [f"{code(impl)} on {fastest[impl]}" for impl in order if impl in fastest]
+    return f"Fastest by median, of {cases_text(len(comparison.cases))}: {join(counts)}."
+
+
+def _slowdown_reading(comparison: Comparison) -> str:
+    rows = comparison.impls
+    text = "A cell is latency over that of the case's fastest, paired by round; grey cells tie with it."
+    if len(comparison.shown) < len(comparison.series):
+        text += " The fastest may be one with a fixed split count, which has no column here."
+    if (rows["slowdown"].notna() & rows["splits_note"].notna()).any():
+        text += " * a note on its splits stands under the table of latencies."
+    return text
+
+
+def _latency(comparison: Comparison) -> str:
+    if comparison.functional:
+        return f"Latency against bytes of K and V; {CPU_ONLY}."
+    rows = comparison.impls[comparison.impls["us"].notna() & (comparison.impls["kv_bytes"] > 0)]
+    small = rows[rows["kv_bytes"] == rows["kv_bytes"].min()]
+    best = small.nsmallest(1, "us").iloc[0]
+    text = f"On the smallest case ({code(best['case'])}) the fastest takes {us_text(best['us'])} µs"
+    bound = comparison.bounds[comparison.bounds["case"] == best["case"]]
+    if len(bound):
+        text += f" where only reading takes {us_text(bound['us'].iloc[0])}"
+    floors = []
+    for device in comparison.devices:
+        floor = launch_floor(comparison.bounds[comparison.bounds["device"] == device])
+        if floor is not None:
+            floors.append(f"{floor:.1f} µs" + (f" ({device})" if len(comparison.devices) > 1 else ""))
+    return text + (f", of which {join(floors)} is the launch." if floors and len(bound) else ".")
+
+
+def _latency_reading(comparison: Comparison) -> str:
+    text = ""
+    if len(comparison.bounds):
+        text = (
+            "The launch floor is where the bound's two smallest sizes point at no bytes: what a kernel takes"
+            " however little it reads."
+        )
+    return text + _without_keys(comparison, "kv_bytes")
+
+
+def _splits(comparison: Comparison) -> str:
+    curves = [curve for curve in curves_of(comparison) if curve.own is not None]
+    if not curves:
+        best = [curve.best for curve in curves_of(comparison)]
+        told = [f"{row.asked_splits} ({code(row.case)}, {code(row.impl)})" for row in best]
+        return f"Best fixed counts: {join(told)}."
+    ratios = [(ratio.median, curve) for curve in curves if (ratio := paired(curve.own, curve.best)) is not None]
+    near = sum(ratio <= 1 + comparison.smallest_effect for ratio, _ in ratios)
+    worst, curve = max(ratios, key=lambda pair: pair[0])
+    text = (
+        f"The default's own choice is within {100 * comparison.smallest_effect:g} % of the best fixed count, or"
+        f" ahead of it, on {near} of {len(ratios)} curves"
+    )
+    if worst <= 1 + comparison.smallest_effect:
+        return text + "."
+    return text + (
+        f"; at worst it takes {100 * (worst - 1):.1f} % longer ({code(curve.family)} on {code(curve.case)}, where"
+        f" {curve.best.asked_splits} is best)."
+    )
+
+
+def _splits_reading(comparison: Comparison) -> str:
+    return (
+        "Fixed counts cut every sequence into that many equal splits. A ring is the default: its largest count and"
+        " its latency; a star is the best fixed count. The table below says what too few and too many cost."
+    )
+
+
+def _parts(comparison: Comparison) -> str:
+    case = parts_cases(comparison)[0]
+    rows = comparison.impls[(comparison.impls["case"] == case) & comparison.impls["label"].isin(comparison.shown)]
+    host = rows[rows["host_total_us"].notna() & rows["us"].notna()]
+    if host.empty:
+        return "What a call consists of on the device."
+    times = host["host_total_us"] / host["us"]
+    return (
+        f"On {code(case)} one call takes {times.min():.0f} to {times.max():.0f} × its time on the device when the"
+        " host launches it by itself."
+    )
+
+
+def _parts_reading(comparison: Comparison) -> str:
+    rows = comparison.impls[comparison.impls["traced_us"].notna()]
+    text = (
+        "Above: on the device. Below: on the host, a later plan for other lengths, the launch until it returns, and"
+        " the wait for the device."
+    )
+    if rows.empty:
+        return text + (
+            " The device's time is one bar: no record says which kernels it went to. `splitkv run STUDY --method"
+            " kernels` records that."
+        )
+    off = sum(not reconciled(row) for row in each(rows))
+    sums = f"on all of {len(rows)} bars" if not off else f"on {len(rows) - off} of {len(rows)} bars"
+    return text + (
+        " Kernels are traced by CUPTI in a run of its own; a gap below zero (kernels that overlap) is not drawn."
+        f" The parts add up to the untraced time within 5 % or 1 µs {sums}."
+    )
+
+
+def _batch(comparison: Comparison) -> str:
+    drops = [
+        (float(before.share - after.share), before, after)
+        for sweep in sweeps_of(comparison)
+        for _, mine in sweep.rows.groupby("label", sort=False)
+        for before, after in pairwise(each(mine))
+    ]
+    drop, before, after = max(drops, key=lambda found: found[0])
+    if drop <= 0:
+        return "No implementation falls off from one batch size to the next larger one."
+    return (
+        f"The steepest cliff is {code(before.label)}'s: from {before.share:.0f} % of the bound at {before.batch} to"
+        f" {after.share:.0f} % at {after.batch} sequences of {before.max_kv:,} keys."
+    )
+
+
+def _error(comparison: Comparison) -> str:
+    right = comparison.impls[(comparison.impls["status"] == "ok") & comparison.impls["worst_row"].notna()]
+    if right.empty:
+        return "No result is within its budget."
+    worst = right.nlargest(1, "worst_row").iloc[0]
+    return (
+        f"The largest error that passed is {worst['worst_row']:.2f} of its row's budget"
+        f" ({code(worst['label'])}, {code(worst['case'])})."
+    )
+
+
+def _error_reading(comparison: Comparison) -> str:
+    return (
+        "Left: over the whole output, against a float64 reference; dashed is what rounding normal variates to the"
+        " dtype alone costs, which no output of it is below. Right: of the worst row, over its budget."
+        + _without_keys(comparison, "max_kv")
+    )
+
+
+def _skew(comparison: Comparison) -> str:
+    rows = comparison.impls[comparison.impls["share"].notna() & comparison.impls["label"].isin(comparison.shown)]
+    share = rows.set_index(["case", "label"])["share"].to_dict()
+    losses = [
+        (share[pair.even, label] / share[pair.uneven, label], label, pair)
+        for pair in pairs_of(comparison)
+        for label in comparison.shown
+        if (pair.even, label) in share and (pair.uneven, label) in share
+    ]
+    if not losses:
+        return "No implementation has a time on both of a pair."
+    (least, best, _), (most, worst, pair) = min(losses, key=lambda x: x[0]), max(losses, key=lambda x: x[0])
+    return (
+        f"Uneven lengths cost {code(worst)} a factor of {most:.1f} ({share[pair.even, worst]:.0f} % of the bound on"
+        f" {code(pair.even)}, {share[pair.uneven, worst]:.0f} % on {code(pair.uneven)}) and {code(best)} one of"
+        f" {least:.2f}."
+    )
+
+
+def _skew_reading(comparison: Comparison) -> str:
+    text = (
+        f"Beside each uneven batch the uniform one of its shape that is nearest in bytes, within {ABOUT_EQUAL} ×."
+    )
+    alone = [
+        case for case in uneven_cases(comparison) if case not in {pair.uneven for pair in pairs_of(comparison)}
+    ]
+    if alone:
+        text += f" Without one in the study: {', '.join(map(code, alone))}."
+    return text
+
+
+def _support(comparison: Comparison) -> str:
+    counts = [f"{code(label)} on {passed(comparison.impls, label)}" for label in comparison.shown]
+    return f"Ok, of {cases_text(len(comparison.cases))}: {join(counts)}."
+
+
+def _nothing(comparison: Comparison) -> str:
+    return ""
+
+
+def _no_time(comparison: Comparison) -> str:
+    return CPU_ONLY if comparison.functional else "nothing has a time"
+
+
+def _no_bound(comparison: Comparison) -> str:
+    return CPU_ONLY if comparison.functional else "no time has the bound's beside it"
+
+
+def _no_curve(comparison: Comparison) -> str:
+    return CPU_ONLY if comparison.functional else "the study asks for no case at several fixed split counts"
+
+
+def _no_sweep(comparison: Comparison) -> str:
+    if comparison.functional:
+        return CPU_ONLY
+    return f"the study holds no length at {MIN_BATCHES} batch sizes or more with a time and the bound's"
+
+
+def _no_pair(comparison: Comparison) -> str:
+    if comparison.functional:
+        return CPU_ONLY
+    alone = uneven_cases(comparison)
+    if not alone:
+        return "the study times no batch of different lengths beside its bound"
+    return f"no uniform batch of the shape and about the bytes of {', '.join(map(code, alone))}"
+
+
+def _no_parts(comparison: Comparison) -> str:
+    return CPU_ONLY if comparison.functional else "no record says what a call consists of"
+
+
+CAPTIONS: Mapping[str, Caption] = {
+    "share": Caption(
+        "Achieved read bandwidth as % of the bound, by case and implementation", _share, _share_reading, _no_bound
+    ),
+    "slowdown": Caption(
+        "Latency relative to the fastest implementation of each case, as a heat map",
+        _slowdown,
+        _slowdown_reading,
+        _no_time,
+    ),
+    "latency": Caption("Latency against bytes of K and V, both on log axes", _latency, _latency_reading, _no_time),
+    "splits": Caption(
+        "Latency against the split count, a panel a case, with the default's choice and the best count marked",
+        _splits,
+        _splits_reading,
+        _no_curve,
+    ),
+    "parts": Caption(
+        "What a call consists of on the device and on the host, for a small case, a middle one and a large one",
+        _parts,
+        _parts_reading,
+        _no_parts,
+    ),
+    "batch": Caption("Share of the bound against the batch size, a panel a length", _batch, _nothing, _no_sweep),
+    "error": Caption(
+        "Relative L2 error, and the worst row's error over its budget, against the longest sequence",
+        _error,
+        _error_reading,
+        lambda _: "no output has an error above 0",
+    ),
+    "skew": Caption(
+        "Uneven batches beside uniform ones of about the same bytes, as % of the bound",
+        _skew,
+        _skew_reading,
+        _no_pair,
+    ),
+    "support": Caption("Status of every implementation on every case", _support, _nothing, _nothing),
+}
+"""Name of a figure -> what stands beside it."""
+
+
+def _without_keys(comparison: Comparison, column: str) -> str:
+    empty = comparison.impls.loc[comparison.impls[column] == 0, "case"].unique()
+    return f" Without keys, so not on a log axis: {', '.join(map(code, empty))}." if len(empty) else ""

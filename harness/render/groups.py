@@ -1,0 +1,150 @@
+"""Cases that belong together: sweeps of the batch size, uneven batches beside even ones, sweeps of split counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from harness.render.frame import Comparison, each
+
+MIN_BATCHES = 3
+"""The fewest batch sizes of one length that show where a kernel falls off."""
+
+MIN_COUNTS = 3
+"""The fewest fixed split counts that make a curve."""
+
+ABOUT_EQUAL = 1.5
+"""How many times the bytes of the other one batch may hold for the two to stand side by side."""
+
+MIN_BOUNDS = 3
+"""The fewest sizes of the bound from which its launch floor is read."""
+
+_SHAPE = ("heads_q", "heads_kv", "head_dim", "dtype", "device", "study")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One length of one shape at several batch sizes: a title, and the rows that have a share of the bound."""
+
+    title: str
+    rows: pd.DataFrame
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An uneven batch and the uniform one of the same shape that is nearest in bytes."""
+
+    uneven: str
+    even: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One implementation on one case, at several fixed split counts and with its own choice.
+
+    Args:
+        case: the case.
+        family: the label without a split count.
+        fixed: its rows with a fixed count and a time, by count.
+        own: its row with its own choice, None where that has no time.
+    """
+
+    case: str
+    family: str
+    fixed: Sequence[Any]
+    own: Any | None
+
+    @property
+    def best(self) -> Any:
+        """The fastest row of a fixed count."""
+        return min(self.fixed, key=lambda row: row.us)
+
+
+def launch_floor(bounds: pd.DataFrame) -> float | None:
+    """What a launch takes however little it reads, in µs: where the bound's time would end at no bytes.
+
+    From the two smallest sizes of the bound, extrapolated; None with fewer than :data:`MIN_BOUNDS` sizes, or
+    where that gives nothing above 0.
+    """
+    times = bounds.groupby("kv_bytes")["us"].median()
+    if len(times) < MIN_BOUNDS:
+        return None
+    (x0, x1), (y0, y1) = times.index[:2], times.iloc[:2]
+    floor = float(y0 - x0 * (y1 - y0) / (x1 - x0))
+    return floor if 0 < floor <= y0 else None
+
+
+def sweeps_of(comparison: Comparison) -> list[Sweep]:
+    """The lengths that the comparison holds at :data:`MIN_BATCHES` batch sizes or more, shortest first."""
+    rows = _even(_with_share(comparison))
+    found = []
+    for key, mine in rows.groupby(["max_kv", *_SHAPE], sort=True):
+        if mine["batch"].nunique() < MIN_BATCHES:
+            continue
+        max_kv, heads_q, heads_kv, head_dim, dtype, device, study = key
+        title = f"{max_kv:,} keys each, heads {heads_q}/{heads_kv}, head dim {head_dim}, {dtype}"
+        if len(comparison.devices) > 1:
+            title += f"\n{study}, {device}"
+        found.append(Sweep(title, mine.sort_values("batch", kind="stable")))
+    return found
+
+
+def uneven_cases(comparison: Comparison) -> list[str]:
+    """The cases whose sequences differ in length, and that have a share of the bound."""
+    rows = _with_share(comparison)
+    uneven = set(rows.loc[rows["batch"] * rows["max_kv"] != rows["total_kv"], "case"])
+    return [case for case in comparison.cases if case in uneven]
+
+
+def pairs_of(comparison: Comparison) -> list[Pair]:
+    """Each uneven batch with the nearest uniform one of its shape, where there is one of about its bytes."""
+    rows = _with_share(comparison).drop_duplicates("case")
+    even = _even(rows)
+    pairs = []
+    for case in uneven_cases(comparison):
+        mine = rows[rows["case"] == case].iloc[0]
+        alike = even[(even[list(_SHAPE)] == mine[list(_SHAPE)]).all(axis=1)]
+        far = (alike["kv_bytes"] / mine["kv_bytes"]).map(math.log).abs()
+        near = alike[far <= math.log(ABOUT_EQUAL)]
+        if len(near):
+            # Of several of the same bytes, the one of the most similar number of sequences.
+            batches = (near["batch"] / mine["batch"]).map(math.log).abs()
+            order = np.lexsort((batches.to_numpy(), far[near.index].round(6).to_numpy()))
+            pairs.append(Pair(case, str(near.iloc[order[0]]["case"])))
+    return pairs
+
+
+def curves_of(comparison: Comparison) -> list[Curve]:
+    """Every implementation and case at :data:`MIN_COUNTS` fixed split counts or more, cases in their order."""
+    if comparison.functional:
+        return []
+    timed = comparison.impls[comparison.impls["us"].notna()]
+    curves = []
+    for (case, family), mine in timed.groupby(["case", "family"], sort=False):
+        fixed = mine[mine["asked_splits"].notna()].sort_values("asked_splits", kind="stable")
+        if fixed["asked_splits"].nunique() >= MIN_COUNTS:
+            own = next(iter(each(mine[mine["asked_splits"].isna()])), None)
+            curves.append(Curve(str(case), str(family), tuple(each(fixed)), own))
+    return curves
+
+
+def by_case(curves: Sequence[Curve]) -> Mapping[str, list[Curve]]:
+    """The curves of each case."""
+    found: dict[str, list[Curve]] = {}
+    for curve in curves:
+        found.setdefault(curve.case, []).append(curve)
+    return found
+
+
+def _with_share(comparison: Comparison) -> pd.DataFrame:
+    rows = comparison.impls
+    return rows[rows["share"].notna() & rows["label"].isin(comparison.shown)]
+
+
+def _even(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[(rows["batch"] * rows["max_kv"] == rows["total_kv"]) & (rows["total_kv"] > 0)]

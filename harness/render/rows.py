@@ -1,0 +1,155 @@
+"""One record to one row of a comparison: its problem, times, profile and checks, and the ratios among rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from harness import cost, stats
+from harness.record import READ_CEILING, STREAM_READ, Record, RecordError, read, records_file, series_label
+from impls.catalog import ABLATIONS, OURS
+from impls.problem import DecodeProblem
+
+PROBLEM_COLUMNS = ("dtype", "batch", "heads_q", "heads_kv", "head_dim", "total_kv", "max_kv", "kv_bytes")
+
+Row: TypeAlias = dict[str, Any]
+
+
+def newest(measurements: Iterable[Record]) -> list[Record]:
+    """Each case's rows of its newest run alone, and the later of two rows of one series."""
+    by_case: dict[str, dict[str, Record]] = {}
+    for record in measurements:
+        # The read ceiling has no case; it is one "case" of each run.
+        key = record["case"] or f"{READ_CEILING} of {record['run_id']}"
+        kept = by_case.setdefault(key, {})
+        if any(r["run_id"] != record["run_id"] for r in kept.values()):
+            kept.clear()
+        kept[series_label(record)] = record
+    return [record for kept in by_case.values() for record in kept.values()]
+
+
+def device_of(run: Record) -> str:
+    """What a run's device is called in a figure, e.g. ``H200``."""
+    env = run["env"]
+    return str(env.get("gpu") or env.get("cpu") or env.get("device") or "unknown device").removeprefix("NVIDIA ")
+
+
+def row_of(record: Record) -> Row:
+    """What a measurement says by itself."""
+    problem = DecodeProblem.from_dict(record["problem"])
+    config, check = record["config"], record["check"] or {}
+    row: Row = {key: record[key] for key in ("run_id", "impl", "role", "status", "reason", "compile_ms", "plan_us")}
+    row |= {key: getattr(problem, key) for key in PROBLEM_COLUMNS}
+    row |= {key: check.get(key) for key in ("rel_l2", "worst_row", "lse_err")}
+    row |= {key: config.get(key) for key in ("num_splits", "splits_max", "work_items", "splits_note")}
+    row |= {"label": series_label(record), "config": _settings(config)} | times_of(record)
+    row |= _asked_splits(config.get("asked") or {}, record["impl"])
+    if (us := row.get("us")) is not None:
+        is_bound = record["role"] == "bound"
+        row["gbps"] = cost.gbps(problem.kv_bytes if is_bound else cost.io_bytes(problem), us)
+        row["tflops"] = None if is_bound else cost.tflops(cost.flops(problem), us)
+    return row
+
+
+def _asked_splits(asked: Mapping[str, Any], impl: str) -> Row:
+    """The fixed split count that a study asks for, if any, and what the series is called without it."""
+    count = asked.get("num_splits")
+    fixed = isinstance(count, int) and not isinstance(count, bool) and count >= 1  # 0 and "auto" leave the choice
+    rest = {key: value for key, value in asked.items() if key != "num_splits"}
+    return {
+        "asked_splits": count if fixed else None,
+        "family": series_label({"impl": impl, "config": {"asked": rest}}),
+    }
+
+
+def profiles_of(folder: Path) -> dict[tuple[str, str, str], Row]:
+    """(case, label, device) -> where the time of its calls went, as far as a run of method ``kernels`` told.
+
+    Raises:
+        harness.record.RecordError: for a profile whose run is not recorded.
+    """
+    path = folder / records_file("kernels")
+    if not path.exists():
+        return {}
+    records = read(path)
+    devices = {r["run_id"]: device_of(r) for r in records if r["kind"] == "run"}
+    profiles = {}
+    for record in newest(r for r in records if r["kind"] == "measurement"):
+        found = (record["timing"] or {}).get("breakdown")
+        if found is not None and record["status"] == "ok" and record["case"] is not None:
+            times = [kernel["us"] for kernel in found["kernels"]]
+            if record["run_id"] not in devices:
+                raise RecordError(f"{path}: expected a run record of {record['run_id']}, got none")
+            profiles[record["case"], series_label(record), devices[record["run_id"]]] = {
+                "profiled_us": found["total_us"],
+                "traced_us": found["traced_us"],
+                "main_us": max(times),
+                "others_us": sum(times) - max(times),
+                "gap_us": found["gap_us"],
+                "between_us": found["between_us"],
+                "kernel_names": tuple(kernel["name"] for kernel in found["kernels"]),
+            }
+    return profiles
+
+
+def _settings(config: Mapping[str, Any]) -> str | None:
+    """What a plan came to beyond the columns of its own and what varies with the lengths, as text."""
+    apart = ("asked", "num_splits", "splits_max", "work_items", "splits_note", "workspace_bytes")
+    return ", ".join(f"{key}={value}" for key, value in config.items() if key not in apart) or None
+
+
+def times_of(record: Record) -> Row:
+    """How a record was timed and, for status ``ok``, its median; throttled samples are counted, not used."""
+    timing = record["timing"]
+    if timing is None:
+        return {}
+    finite = [s for s in timing["samples"] if s["us"] is not None]
+    throttled = sum(bool(s["throttled"]) for s in finite)
+    # Where every sample was throttled, their median is still the best that is known; the count says so.
+    used = {s["round"]: s["us"] for s in finite if not s["throttled"] or throttled == len(finite)}
+    times: Row = {key: timing[key] for key in ("method", "cache", "working_set_bytes", "kernels")}
+    host = timing.get("host") or {}
+    times |= {"n": len(used), "n_throttled": throttled}
+    times |= {"host_launch_us": host.get("launch_us"), "host_total_us": host.get("end_to_end_us")}
+    if record["status"] == "ok" and used:
+        estimate = stats.median_interval(list(used.values()))
+        times |= {"us": estimate.median, "us_low": estimate.low, "us_high": estimate.high, "samples": used}
+    return times
+
+
+def add_ratios(rows: Iterable[Row], smallest_effects: Mapping[str, float]) -> None:
+    """Put every ratio of rows of one run, case, method and cache state into the rows, in place."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if row.get("us") is not None:
+            key = tuple(row[column] for column in ("study", "run_id", "case", "method", "cache"))
+            groups.setdefault(key, []).append(row)
+    for group in groups.values():
+        bound = next((row for row in group if row["impl"] == STREAM_READ), None)
+        impls = [row for row in group if row["role"] == "impl"]
+        best = min(impls, key=lambda row: row["us"], default=None)
+        peers = [row for row in impls if row["impl"] not in (*OURS, *ABLATIONS)]
+        peer = min(peers, key=lambda row: row["us"], default=None)
+        for row in impls:
+            smallest = smallest_effects[row["run_id"]]
+            if best is not None and (slowdown := _set_ratio(row, "slowdown", row, best)) is not None:
+                row["tied"] = stats.verdict(slowdown, smallest) == stats.TIE
+            if bound is not None:
+                _set_ratio(row, "share", bound, row, factor=100)
+            if peer is not None and row["impl"] in OURS:
+                ahead = _set_ratio(row, "ahead", peer, row)
+                if ahead is not None:
+                    row |= {"peer": peer["label"], "verdict": stats.verdict(ahead.inverse(), smallest)}
+
+
+def _set_ratio(row: Row, name: str, over: Row, under: Row, *, factor: float = 1.0) -> stats.Estimate | None:
+    """Put ``factor`` times the time of ``over`` over that of ``under`` into a row, paired by round."""
+    ratio = stats.ratio_interval(over["samples"], under["samples"])
+    if ratio is None:
+        return None
+    ratio = ratio.scaled(factor)
+    row |= {name: ratio.median, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
+    shared = sorted(over["samples"].keys() & under["samples"].keys())
+    row[f"{name}_rounds"] = [factor * over["samples"][i] / under["samples"][i] for i in shared]
+    return ratio

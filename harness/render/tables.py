@@ -1,0 +1,405 @@
+"""The tables of a report, from a comparison; a cell that is a measurement links to its line below."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from harness.record import STREAM_READ, flatten, records_file
+from harness.render.decisions import (
+    against_own_text,
+    decide,
+    margin_text,
+    on_devices,
+    paired,
+    share_text,
+    splits_text,
+)
+from harness.render.findings import against_peer, mean_text, passed, reconciled
+from harness.render.frame import WORDS, Comparison, each, impl_of
+from harness.render.groups import curves_of
+from harness.render.template import Table
+from harness.render.text import (
+    ABSENT,
+    bytes_text,
+    code,
+    escape,
+    interval_text,
+    join,
+    lengths_text,
+    linked,
+    number_text,
+    small_text,
+    us_text,
+)
+from harness.stats import CONFIDENCE, FASTER, SLOWER, TIE
+from impls.catalog import OURS
+
+MAX_REASON = 300
+"""Characters of a reason that a report prints; the record holds all of it."""
+
+MEASUREMENTS = "measurements"
+"""The anchor of the table of all measurements."""
+
+
+def decisions(comparison: Comparison) -> Table | None:
+    """What to run on each case, and how sure that is; None from a run that says nothing about speed."""
+    found = decide(comparison)
+    if not found:
+        return None
+    of_case = {row.case: row for row in each(comparison.impls.drop_duplicates("case"))}
+    lines = []
+    for decision in found:
+        case = of_case[decision.case]
+        line = [code(decision.case), lengths_text(case.batch, case.total_kv, case.max_kv), _shape(case)]
+        best = decision.best
+        if best is None:
+            lines.append([*line, "nothing has a time", *[ABSENT] * 4])
+            continue
+        line += [code(best.impl), splits_text(best) + against_own_text(decision)]
+        line += [linked(us_text(best.us), best.anchor), share_text(best)]
+        line.append(margin_text(decision))
+        lines.append(line)
+    header = [
+        "case",
+        "keys",
+        "heads q / kv, dim",
+        "run",
+        "splits",
+        "µs",
+        "% of bound",
+        "what the next takes longer",
+    ]
+    return Table(header, "lllllrrl", lines)
+
+
+def _shape(row: Any) -> str:
+    return f"{row.heads_q} / {row.heads_kv}, {row.head_dim}"
+
+
+def summary(comparison: Comparison) -> Table:
+    """A row an implementation (and device): counts, geometric means, errors, compiling and planning."""
+    speed, several = not comparison.functional, len(comparison.devices) > 1
+    header = ["implementation", *(["device"] if several else []), "ok"]
+    if speed:
+        header += [
+            "fastest on",
+            "tied with the fastest on",
+            "× the fastest, geo. mean",
+            "× ahead of the best peer, geo. mean",
+            "% of bound, geo. mean",
+            "lowest % of bound",
+        ]
+    header += ["worst row ÷ budget", "compile ms, median", "plan µs, median"]
+    lines = [
+        _summary_line(rows[rows["label"] == label], label, m, device if several else None, speed=speed)
+        for label in comparison.shown
+        for device, rows, m in on_devices(comparison)
+    ]
+    return Table(header, "l" * (2 if several else 1) + "r" * (len(header) - (2 if several else 1)), lines)
+
+
+def _summary_line(mine: pd.DataFrame, label: str, m: int, device: str | None, *, speed: bool) -> list[str]:
+    line = [code(label), *([escape(device)] if device is not None else [])]
+    line.append(linked(f"{passed(mine, label)} of {m}", MEASUREMENTS))
+    if speed:
+        line += [
+            f"{int((mine['slowdown'] == 1.0).sum())} of {m}",
+            f"{int((mine['tied'].eq(True) & (mine['slowdown'] != 1.0)).sum())} of {m}",
+            mean_text(mine["slowdown_rounds"], m, "×"),
+            mean_text(mine["ahead_rounds"], m, "×") if impl_of(label) in OURS else "",
+            mean_text(mine["share_rounds"], m, " %"),
+            _lowest(mine),
+        ]
+    checked = mine.loc[mine["status"] == "ok", "worst_row"]
+    line += [
+        number_text(checked.max(), 2),
+        number_text(mine["compile_ms"].dropna().median(), 3),
+        number_text(mine["plan_us"].dropna().median(), 3),
+    ]
+    return line
+
+
+def _lowest(mine: pd.DataFrame) -> str:
+    known = mine[mine["share"].notna()]
+    if known.empty:
+        return ABSENT
+    low = known.nsmallest(1, "share").iloc[0]
+    share = f"{low['share']:.1f} %"
+    return f"{linked(share, low['anchor'])} ({code(low['case'])})"
+
+
+def latency(comparison: Comparison, marks: Mapping[str, str]) -> Table:
+    """Median µs, case by implementation, beside the bound; ``marks`` are those of notes on splits."""
+    header = ["case", "KV"]
+    has_bound = len(comparison.bounds) > 0
+    bounds = {row.case: row for row in each(comparison.bounds)}
+    if has_bound:
+        header.append("`stream-read` (the bound)")
+    lines: dict[str, list[str]] = {}
+    for row in each(comparison.impls[comparison.impls["label"].isin(comparison.shown)]):
+        if row.case not in lines:
+            lines[row.case] = [code(row.case), bytes_text(row.kv_bytes)]
+            if has_bound:
+                bound = bounds.get(row.case)
+                lines[row.case].append(ABSENT if bound is None else linked(us_text(bound.us), bound.anchor))
+        if row.status != "ok":
+            text = linked(f"*{row.status}*", row.anchor)
+        elif math.isnan(row.us):
+            text = linked("*no finite sample*", row.anchor)
+        else:
+            text = linked(us_text(row.us), row.anchor) + marks.get(row.splits_note, "")
+        lines[row.case].append(f"**{text}**" if row.tied is True and not comparison.functional else text)
+    sides = "l" + "r" * (len(header) - 1 + len(comparison.shown))
+    return Table([*header, *(code(s) for s in comparison.shown)], sides, list(lines.values()))
+
+
+def against(comparison: Comparison) -> dict[str, Any] | None:
+    """The kernels of this project, each beside the fastest other implementation of the case, in words."""
+    ours = [label for label in comparison.shown if impl_of(label) in OURS]
+    rows = comparison.impls[comparison.impls["label"].isin(ours)]
+    if comparison.functional or rows["verdict"].isna().all():
+        return None
+    told = {
+        (row.case, row.label): linked(against_peer(row), row.anchor) for row in each(rows[rows["verdict"].notna()])
+    }
+    lines = [[code(case), *(told.get((case, label), ABSENT) for label in ours)] for case in comparison.cases]
+    counts = rows["verdict"].value_counts()
+    words = join([f"{counts.get(word, 0)} {word}" for word in (FASTER, TIE, SLOWER)])
+    return {
+        "table": Table(["case", *(code(label) for label in ours)], "l" * (1 + len(ours)), lines),
+        "note": f"Verdicts: {words}. A tie is a difference whose {round(100 * CONFIDENCE)} % interval holds 0, or"
+        f" one under {100 * comparison.smallest_effect:g} %. A percentage is what the slower of the two takes"
+        " longer, paired by round, with its interval.",
+    }
+
+
+def splits(comparison: Comparison) -> Table | None:
+    """The default beside the best fixed count, and what the fewest and the most splits cost and why."""
+    lines = []
+    for curve in curves_of(comparison):
+        best, few, many, own = curve.best, curve.fixed[0], curve.fixed[-1], curve.own
+        ratio = None if own is None else paired(own, best)
+        lines.append(
+            [
+                code(curve.case),
+                code(curve.family),
+                *((splits_text(own), linked(us_text(own.us), own.anchor)) if own is not None else (ABSENT, ABSENT)),
+                str(best.asked_splits),
+                linked(us_text(best.us), best.anchor),
+                ABSENT if ratio is None else interval_text(ratio.median, ratio.low, ratio.high),
+                linked(_cost(few, best), few.anchor) + _why_few(few, best),
+                linked(_cost(many, best), many.anchor) + _why_many(many, best),
+            ]
+        )
+    header = ["case", "implementation", "default", "µs", "best fixed count", "µs", "default ÷ best"]
+    return Table([*header, "fewest splits", "most splits"], "lllrrrrll", lines) if lines else None
+
+
+def _cost(row: Any, best: Any) -> str:
+    return f"{row.asked_splits}: {row.us / best.us:.2f} ×"
+
+
+def _why_few(row: Any, best: Any) -> str:
+    if row.asked_splits == best.asked_splits:
+        return ", the best"
+    if not math.isnan(row.traced_us) and not math.isnan(best.traced_us):
+        return f", its longest kernel {us_text(row.main_us)} µs against {us_text(best.main_us)}"
+    if math.isnan(row.work_items) or math.isnan(row.sm_count):
+        return ""
+    return f", {row.work_items:,.0f} CTAs for {row.sm_count:.0f} SMs"
+
+
+def _why_many(row: Any, best: Any) -> str:
+    if row.asked_splits == best.asked_splits:
+        return ", the best"
+    if not math.isnan(row.traced_us) and not math.isnan(best.traced_us):
+        return f", its other kernels {us_text(row.others_us)} µs against {us_text(best.others_us)}"
+    if math.isnan(row.work_items) or math.isnan(row.splits_max):
+        return ""
+    return f", {row.work_items:,.0f} CTAs and up to {row.splits_max:.0f} partial results a row to merge"
+
+
+def parts(comparison: Comparison) -> Table | None:
+    """Where the time goes: on the host before a call, and on the device in it."""
+    rows = comparison.impls[comparison.impls["host_total_us"].notna() | comparison.impls["traced_us"].notna()]
+    if rows.empty:
+        return None
+    header = ["case", "implementation", "compile ms", "plan µs", "host launch", "host, end to end", "device"]
+    profiled = bool(rows["traced_us"].notna().any())
+    if profiled:
+        header += ["kernels", "longest kernel", "other kernels", "gaps", "to the next call", "sum", "untraced"]
+        header += ["adds up"]
+    lines = []
+    for row in each(rows):
+        line = [code(row.case), code(row.label), number_text(row.compile_ms, 3), number_text(row.plan_us, 3)]
+        line += [us_text(row.host_launch_us), us_text(row.host_total_us), linked(us_text(row.us), row.anchor)]
+        if profiled and math.isnan(row.traced_us):
+            line += [ABSENT] * 8
+        elif profiled:
+            line += [str(len(row.kernel_names)), us_text(row.main_us), us_text(row.others_us), f"{row.gap_us:.2f}"]
+            line += [f"{row.between_us:.2f}", us_text(row.traced_us), us_text(row.profiled_us)]
+            line += ["yes" if reconciled(row) else "**no**"]
+        lines.append(line)
+    return Table(header, "ll" + "r" * (len(header) - 2), lines)
+
+
+def support(comparison: Comparison) -> Table:
+    """The status of every series on every case; the longer of the two goes down."""
+    cells = {
+        (row.case, row.label): linked(row.status if row.status == "ok" else f"**{row.status}**", row.anchor)
+        for row in each(comparison.impls)
+    }
+    if len(comparison.series) <= len(comparison.cases):
+        lines = [[code(case), *(cells[case, s] for s in comparison.series)] for case in comparison.cases]
+        return Table(["case", *map(code, comparison.series)], "l" + "c" * len(comparison.series), lines)
+    lines = [[code(s), *(cells[case, s] for case in comparison.cases)] for s in comparison.series]
+    return Table(["implementation", *map(code, comparison.cases)], "l" + "c" * len(comparison.cases), lines)
+
+
+def support_counts(comparison: Comparison) -> str:
+    """How many measurements came to which status."""
+    counts = comparison.impls["status"].value_counts()
+    return ", ".join(f"{counts[word]} {word}" for word in WORDS if word in counts)
+
+
+def reasons(comparison: Comparison) -> list[str]:
+    """Why something is not ``ok``, each reason once, with the cases it holds for."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for row in each(comparison.rows[comparison.rows["status"] != "ok"]):
+        groups.setdefault((row.label, row.status, row.reason), []).append(linked(code(row.case), row.anchor))
+    lines = []
+    order = (*comparison.series, STREAM_READ)
+    for (label, status, reason), cases in sorted(groups.items(), key=lambda group: order.index(group[0][0])):
+        short = reason if len(reason) <= MAX_REASON else reason[:MAX_REASON] + " …"
+        lines.append(f"{code(label)} {status} ({_where(comparison, cases)}): {escape(short)}")
+    return lines
+
+
+def _where(comparison: Comparison, cases: Sequence[str]) -> str:
+    return "all cases" if len(cases) == len(comparison.cases) else ", ".join(cases)
+
+
+def cases(comparison: Comparison) -> Table:
+    """What each case computes."""
+    several = len(comparison.devices) > 1
+    lines = [
+        [
+            code(row.case),
+            *([escape(row.device)] if several else []),
+            str(row.batch),
+            f"{row.total_kv:,}",
+            f"{row.max_kv:,}",
+            f"{row.heads_q} / {row.heads_kv}",
+            str(row.head_dim),
+            row.dtype,
+            bytes_text(row.kv_bytes),
+        ]
+        for row in each(comparison.impls.drop_duplicates("case"))
+    ]
+    header = ["case", *(["device"] if several else []), "sequences", "keys", "longest", "heads q / kv", "head dim"]
+    return Table([*header, "dtype", "KV"], "l" * (2 if several else 1) + "rrrrrlr", lines)
+
+
+def variables(comparison: Comparison) -> Table:
+    """The environment of each run."""
+    columns = [dict(flatten(run["env"])) for run in comparison.runs]
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    counts = comparison.rows.groupby("run_id")["case"].nunique()
+    lines = [["cases", *(str(counts[run["run_id"]]) for run in comparison.runs)]]
+    lines += [[escape(key), *(escape(column.get(key, ABSENT)) for column in columns)] for key in keys]
+    return Table(["variable", *(f"`{run['run_id']}`" for run in comparison.runs)], "l" + "l" * len(columns), lines)
+
+
+def timings(comparison: Comparison, target: Path) -> Table:
+    """Every measurement, with the anchor that the rest of the report links to, its run and its line.
+
+    Args:
+        comparison: whose.
+        target: the folder of the report, from which the record files are linked.
+    """
+    files = {name: _relative(folder / records_file(), target) for name, folder in comparison.folders.items()}
+    header = ["line", "case", "implementation", "status", "µs", "interval", "GB/s", "TFLOP/s", "% of bound"]
+    header += ["× fastest", "n", "method", "cache", "kernels", "run"]
+    if comparison.functional:
+        # A CPU's rates and ratios would be claims about speed.
+        header = [h for h in header if h not in ("GB/s", "TFLOP/s", "% of bound", "× fastest")]
+    lines = []
+    for row in each(comparison.rows):
+        cells = {
+            "line": _line(row, files),
+            "case": code(row.case),
+            "implementation": code(row.label),
+            "status": row.status,
+            "µs": us_text(row.us),
+            "interval": ABSENT if math.isnan(row.us) else f"{us_text(row.us_low)} … {us_text(row.us_high)}",
+            "GB/s": number_text(row.gbps, 4),
+            "TFLOP/s": number_text(row.tflops, 3),
+            "% of bound": interval_text(row.share, row.share_low, row.share_high, places=1),
+            "× fastest": interval_text(row.slowdown, row.slowdown_low, row.slowdown_high),
+            "n": _samples(row.n, row.n_throttled),
+            "method": row.method or ABSENT,
+            "cache": row.cache or ABSENT,
+            "kernels": number_text(row.kernels, 3),
+            "run": f"`{row.run_id}`",
+        }
+        lines.append([cells[h] for h in header])
+    words = ("case", "implementation", "status", "method", "cache", "run")
+    return Table(header, "".join("l" if h in words else "r" for h in header), lines)
+
+
+def _line(row: Any, files: Mapping[str, str]) -> str:
+    if row.line is None:
+        return ABSENT
+    return f'<a id="{row.anchor}"></a>[{row.line}]({files[row.study]}#L{row.line})'
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
+
+
+def _samples(n: float, throttled: float) -> str:
+    if math.isnan(n):
+        return ABSENT
+    return f"{n:.0f}" + (f" ({throttled:.0f} throttled)" if throttled else "")
+
+
+def checks(comparison: Comparison) -> Table:
+    """Plans and checks of every measurement."""
+    header = ["case", "implementation", "splits asked", "splits", "work items", "compile ms", "plan µs"]
+    header += ["rel. L2", "worst row ÷ budget", "LSE error", "note"]
+    lines = [
+        [
+            linked(code(row.case), row.anchor),
+            code(row.label),
+            ABSENT if row.num_splits is None else str(row.num_splits),
+            number_text(row.splits_max, 4),
+            number_text(row.work_items, 6),
+            number_text(row.compile_ms, 3),
+            number_text(row.plan_us, 3),
+            small_text(row.rel_l2),
+            number_text(row.worst_row, 2),
+            small_text(row.lse_err),
+            escape(row.splits_note or ""),
+        ]
+        for row in each(comparison.impls)
+    ]
+    return Table(header, "llrrrrrrrrl", lines)
+
+
+def configs(comparison: Comparison) -> Table:
+    """What each plan came to, and on which cases."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in each(comparison.impls[comparison.impls["config"].notna()]):
+        groups.setdefault((row.label, row.config), []).append(linked(code(row.case), row.anchor))
+    order = comparison.series
+    lines = [
+        [code(label), escape(config), _where(comparison, found)]
+        for (label, config), found in sorted(groups.items(), key=lambda group: order.index(group[0][0]))
+    ]
+    return Table(["implementation", "configuration", "cases"], "lll", lines)

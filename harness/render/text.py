@@ -1,0 +1,77 @@
+"""Numbers and names as a report writes them; everything here gives Markdown, or plain text for a figure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+ABSENT = "–"
+"""What stands in a cell where there is nothing to say."""
+
+
+def escape(text: str) -> str:
+    """``text`` on one line, with what Markdown or a table would read as markup taken literally."""
+    return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", " ".join(text.split()))
+
+
+def code(name: str) -> str:
+    """``name`` as a code span that a table can hold."""
+    return f"`{name.replace('|', chr(92) + '|')}`"
+
+
+def join(parts: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def linked(text: str, anchor: str | None) -> str:
+    """``text`` as a link to a measurement's line in the report's own table; plain where there is none."""
+    return f"[{text}](#{anchor})" if anchor and text != ABSENT else text
+
+
+def cases_text(n: int) -> str:
+    """``1 case``, ``2 cases``."""
+    return f"{n} case" + ("s" if n != 1 else "")
+
+
+def bytes_text(n_bytes: float) -> str:
+    """A size in B, KB (1e3), MB or GB, to three digits."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if n_bytes >= size:
+            return f"{float(f'{n_bytes / size:.3g}'):g} {unit}"
+    return f"{n_bytes:g} B"
+
+
+def us_text(us: float | None) -> str:
+    """A time in µs, without the unit."""
+    if us is None or math.isnan(us):
+        return ABSENT
+    return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 1000 else f"{us:,.0f}"
+
+
+def number_text(value: float | None, digits: int) -> str:
+    """``value`` to that many significant digits, in full rather than with an exponent."""
+    if value is None or math.isnan(value):
+        return ABSENT
+    if value == 0:
+        return "0"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{places}f}" if value != int(value) or places == 0 else f"{value:,.0f}"
+
+
+def small_text(value: float) -> str:
+    """An error, with an exponent."""
+    return ABSENT if math.isnan(value) else "0" if value == 0 else f"{value:.1e}"
+
+
+def interval_text(value: float, low: float, high: float, places: int = 3) -> str:
+    """``value [low, high]``."""
+    return ABSENT if math.isnan(value) else f"{value:.{places}f} [{low:.{places}f}, {high:.{places}f}]"
+
+
+def lengths_text(batch: int, total_kv: int, max_kv: int) -> str:
+    """A batch in words: ``64 × 4,096`` where all lengths are one, else how many sequences and the longest."""
+    if total_kv == batch * max_kv:
+        return f"{batch:,} × {max_kv:,}"
+    return f"{batch:,} sequences, {total_kv:,} in all, longest {max_kv:,}"
