@@ -18,11 +18,12 @@ packed rows where they lie; ``reader`` says which:
 ``use_cuda_graph`` stays off: it would pad the grid so that one graph serves other lengths, while here each plan
 owns its buffers, and a graph of its ``run`` may be replayed as long as the plan lives.
 
-The LSE comes in base 2; one more kernel turns it into a natural logarithm, which ``lse=False`` leaves out together
-with the LSE. For a sequence without keys it is a finite number, corrected for exactly those sequences. Two limits
-of the library show in its results: partials of the tensor-core kernel are stored in the dtype of the output, and
--5e4 stands in for minus infinity, so that the merge loses partials whose LSE (base 2) is below it, and the kernel
-scores (before their scale) that are. Source: FlashInfer 0.5.3, ``decode.py``, ``prefill.py``,
+The LSE comes in base 2; with ``lse=True`` one more kernel turns it into a natural logarithm. Nobody but this
+project asks for that, so it is left out unless asked for, and FlashInfer's time is its own. For a sequence
+without keys it is a finite number, corrected for exactly those sequences. Two limits of the library show in its
+results: partials of the tensor-core kernel are stored in the dtype of the output, and -5e4 stands in for minus
+infinity, so that the merge loses partials whose LSE (base 2) is below it, and the kernel scores (before their
+scale) that are. Source: FlashInfer 0.5.3, ``decode.py``, ``prefill.py``,
 ``include/flashinfer/attention/{scheduler,prefill,decode,cascade}.cuh``.
 
 FlashInfer compiles its kernels when they are first needed, with the machine's nvcc and ninja. Where that fails,
@@ -57,7 +58,7 @@ from impls.varlen_plan import correct_empty, empty_sequences, without_keys
 READERS = ("ragged", "paged", "paged-cuda-cores")
 """What ``reader`` may be; see the module's text."""
 
-TUNING: Mapping[str, Scalar] = {"reader": READERS[0], "lse": True}
+TUNING: Mapping[str, Scalar] = {"reader": READERS[0], "lse": False}
 """What ``plan`` lets the caller choose."""
 
 HEAD_DIMS = (64, 128, 256)
@@ -173,7 +174,7 @@ class FlashInferPlan:
             "num_splits": "auto",
             **_splits(problem, sms, self._page_size, reader),
             "lse": lse,
-            "lse_note": "base 2; one more kernel makes it natural" if lse else "left out",
+            "lse_note": "base 2; one more kernel makes it natural" if lse else "left out: see the module",
         }
 
     def _planned(self, library: Any, reader: str) -> Any:

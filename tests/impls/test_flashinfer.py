@@ -146,7 +146,7 @@ def test_every_reader_is_right(
     impl: FlashInfer, reader: str, lens: tuple[int, ...], heads: tuple[int, int]
 ) -> None:
     inputs = make_inputs(problem(*lens, heads=heads, scale=0.2), 3, CPU)
-    plan = impl.plan(inputs.problem, CPU, {"reader": reader})
+    plan = impl.plan(inputs.problem, CPU, {"reader": reader, "lse": True})
     result = check_plan(plan, guard(inputs), reference(inputs))
     assert result.ok, result.reason
     assert plan.config["reader"] == reader
@@ -155,7 +155,7 @@ def test_every_reader_is_right(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ragged_rows_are_passed_as_they_are(impl: FlashInfer, layout: str) -> None:
     inputs = make_inputs(problem(5, 0, 70, heads=(8, 2), dtype="bfloat16", scale=0.25), 1, CPU, layout=layout)
-    plan = impl.plan(inputs.problem, CPU)
+    plan = impl.plan(inputs.problem, CPU, {"lse": True})
     out = plan.new_output()
     for _ in range(2):
         assert plan.run(inputs, out) is out
@@ -202,7 +202,7 @@ def test_pages_are_views_as_large_as_the_lengths_allow(
 
 def test_the_lse_is_natural_and_corrected_without_keys_alone(impl: FlashInfer) -> None:
     inputs = make_inputs(problem(5, 0, heads=(8, 2)), 1, CPU)
-    plan = impl.plan(inputs.problem, CPU)
+    plan = impl.plan(inputs.problem, CPU, {"lse": True})
     lse = plan.run(inputs, None).lse
     assert lse is not None
     assert (lse[1] == -math.inf).all()
@@ -211,20 +211,20 @@ def test_the_lse_is_natural_and_corrected_without_keys_alone(impl: FlashInfer) -
 
 
 @pytest.mark.parametrize("lens", [(5, 0), (0,)])
-def test_the_lse_can_be_left_out(impl: FlashInfer, lens: tuple[int, ...]) -> None:
+def test_the_lse_is_left_out_unless_asked_for(impl: FlashInfer, lens: tuple[int, ...]) -> None:
     inputs = make_inputs(problem(*lens, heads=(8, 2)), 1, CPU)
-    plan = impl.plan(inputs.problem, CPU, {"lse": False})
+    plan = impl.plan(inputs.problem, CPU)
     out = plan.new_output()
     assert out.lse is None
     assert plan.run(inputs, out).lse is None
     assert torch.equal(out.out[-1], torch.zeros(8, 64, dtype=torch.float16))
-    assert (plan.config["lse"], plan.config["lse_note"]) == (False, "left out")
+    assert plan.config["lse"] is False
 
 
 def test_a_batch_without_keys_makes_no_wrapper(impl: FlashInfer) -> None:
     for lens in ((), (0, 0)):
         inputs = make_inputs(problem(*lens), 1, CPU)
-        out = impl.plan(inputs.problem, CPU).run(inputs, None)
+        out = impl.plan(inputs.problem, CPU, {"lse": True}).run(inputs, None)
         assert out.lse is not None
         assert out.out.shape == (len(lens), 4, 64)
         assert (out.lse == -math.inf).all()
