@@ -10,9 +10,8 @@ without it.
 from __future__ import annotations
 
 import os
-import statistics
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,11 +21,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from harness import record
 from harness.families import FAMILY_NAMES
+from harness.loop import VOLATILE, Display, RunError, load_all, run_case, stable, start
 from harness.record import READ_CEILING, STREAM_READ, Record, records_file
 from harness.study import Case, Entry, Study
 from harness.worker import (
@@ -38,15 +36,12 @@ from harness.worker import (
     Ready,
     Row,
     Setup,
-    Step,
-    Task,
     WorkerLost,
     WorkerPool,
     default_method,
 )
 
-VOLATILE = ("clocks",)
-"""Keys of a run's environment that change by themselves, and do not make it another environment."""
+__all__ = ["VOLATILE", "Outcome", "RunError", "RunSummary", "check_study", "run_study"]
 
 CHECK_COPIES = 16
 """Copies of a case's K and V that its check may hold at once, of all kinds and dtypes."""
@@ -56,13 +51,6 @@ CONTEXT_BYTES = 4 << 30
 
 MAX_CHECK_JOBS = 4
 """The most workers that check side by side: more would wait for the device."""
-
-STYLES: Mapping[str, str] = {"ok": "green", "wrong": "bold red", "failed": "red", "invalid": "red"}
-"""Colours of the statuses on the console; the others are dim."""
-
-
-class RunError(RuntimeError):
-    """A run that cannot begin: no such device, or a worker that does not start."""
 
 
 @dataclass(frozen=True)
@@ -152,19 +140,19 @@ def run_study(
     if method is not None:
         chosen = replace(chosen, method=method)
     with WorkerPool(chosen, deadline_s) as pool:
-        ready = _start(pool)
+        ready = start(pool)
         by_default = chosen.method in (None, default_method(ready.device))
         path = study.folder / records_file(None if by_default else chosen.method)
         journal = _Journal.open(path, study, ready, fresh=fresh)
         todo = [case for case in study.cases if not journal.is_complete(case, study.entries, ready)]
-        with _Display(console, total=len(todo) * len(study.entries)) as display:
+        with Display(console, total=len(todo) * len(study.entries)) as display:
             if todo:
                 display.note(f"{journal.run_id}: {len(todo)} of {len(study.cases)} cases to run on {ready.device}")
-                unavailable = _load_all(pool, study.entries, display)
+                unavailable = load_all(pool, study.entries, display)
                 ceiling_gbps = _ceiling(pool, journal, display) if ready.has_bound else None
             for case in todo:
                 writer = journal.begin_case(case, study.entries)
-                _run_case(
+                run_case(
                     pool,
                     case,
                     study.entries,
@@ -214,9 +202,9 @@ def check_study(
     chosen = _setup(setup, device)
     with ExitStack() as stack:
         pools = [stack.enter_context(WorkerPool(chosen, deadline_s))]
-        display = stack.enter_context(_Display(console, total=len(study.cases) * len(study.entries)))
-        ready = _start(pools[0])
-        unavailable = _load_all(pools[0], study.entries, display)
+        display = stack.enter_context(Display(console, total=len(study.cases) * len(study.entries)))
+        ready = start(pools[0])
+        unavailable = load_all(pools[0], study.entries, display)
         more = (jobs or _jobs_that_fit(study, ready.memory_bytes)) - 1
         pools += [stack.enter_context(WorkerPool(chosen, deadline_s)) for _ in range(more)]
         checker = _Checker(study, tuple(families), unavailable, pools, records, display)
@@ -233,7 +221,7 @@ class _Checker:
         unavailable: Mapping[str, str],
         pools: Sequence[WorkerPool],
         records: Path | None,
-        display: _Display,
+        display: Display,
     ) -> None:
         self._study = study
         self._families = families
@@ -273,7 +261,7 @@ class _Checker:
 
         pool = self._idle.get()
         try:
-            _run_case(
+            run_case(
                 pool,
                 case,
                 entries,
@@ -314,64 +302,6 @@ def _setup(setup: Setup | None, device: str | None) -> Setup:
     return base if device is None else replace(base, device=device)
 
 
-def _start(pool: WorkerPool) -> Ready:
-    try:
-        return pool.ready
-    except WorkerLost as lost:
-        raise RunError(lost.reason) from lost
-
-
-def _load_all(pool: WorkerPool, entries: Sequence[Entry], display: _Display) -> dict[str, str]:
-    """Implementation -> why it is unavailable, for those that are."""
-    unavailable = {}
-    for impl in dict.fromkeys(entry.impl for entry in entries):
-        display.say(f"import {impl}")
-        if reason := pool.load(impl):
-            unavailable[impl] = reason
-    return unavailable
-
-
-def _run_case(
-    pool: WorkerPool,
-    case: Case,
-    entries: Sequence[Entry],
-    unavailable: Mapping[str, str],
-    *,
-    task: Callable[[Mapping[int, Entry], bool], Task],
-    bound: bool,
-    on_row: Callable[[Row], None],
-    display: _Display,
-) -> None:
-    """Exactly one row for each entry, and for the bound if it is wanted, whatever dies on the way.
-
-    ``task`` makes the worker's task, given the entries that have no row yet and whether the bound lacks one.
-    """
-    waiting = {*range(len(entries)), *([BOUND] if bound else [])}
-    names = {who: STREAM_READ if who == BOUND else entries[who].impl for who in waiting}
-
-    def settle(row: Row) -> None:
-        waiting.remove(row.who)
-        on_row(row)
-        display.row(case.name, names[row.who], row)
-
-    for who, entry in enumerate(entries):
-        if entry.impl in unavailable:
-            settle(Row(who=who, status="unavailable", reason=unavailable[entry.impl]))
-    while waiting:
-        left = {who: entry for who, entry in enumerate(entries) if who in waiting}
-        try:
-            for message in pool.ask(task(left, BOUND in waiting)):
-                if isinstance(message, Row):
-                    settle(message)
-                elif isinstance(message, Step):
-                    whose = "" if message.who is None else f"{names[message.who]} · "
-                    display.say(f"{case.name} · {whose}{message.what}")
-        except WorkerLost as lost:
-            # Whose step it was pays for it; where it was nobody's, nobody can have a result.
-            for who in sorted(waiting) if lost.who is None else [lost.who]:
-                settle(Row(who=who, status="failed", reason=lost.reason))
-
-
 def _measure(case: Case, ceiling_gbps: float | None, entries: Mapping[int, Entry], bound: bool) -> Measure:
     return Measure(case=case, entries=entries, bound=bound, ceiling_gbps=ceiling_gbps)
 
@@ -381,7 +311,7 @@ def _examine(case: Case, families: tuple[str, ...], entries: Mapping[int, Entry]
     return Examine(case=case, entries=entries, families=families)
 
 
-def _ceiling(pool: WorkerPool, journal: _Journal, display: _Display) -> float | None:
+def _ceiling(pool: WorkerPool, journal: _Journal, display: Display) -> float | None:
     """The device's read ceiling in GB/s, measured once a run; None where that fails."""
     row = journal.ceiling()
     if row is None:
@@ -423,7 +353,7 @@ class _Journal:
         runs = [r for r in records if r["kind"] == "run"]
         if runs and not fresh:
             last = runs[-1]
-            same = last["study"] == study.name and _stable(last["env"]) == _stable(ready.env)
+            same = last["study"] == study.name and stable(last["env"]) == stable(ready.env)
             if same and last.get("smallest_effect") == study.smallest_effect:
                 rows = [r for r in measured if r["run_id"] == last["run_id"]]
                 return cls(path, last["run_id"], rows, cases)
@@ -536,50 +466,3 @@ def _config(config: Mapping[str, Any] | None, entry: Entry | None) -> dict[str, 
     """A plan's config, with what was asked for where anything was: it tells entries of one implementation apart."""
     asked = {"asked": dict(entry.tuning)} if entry is not None and entry.tuning else {}
     return {**(config or {}), **asked}
-
-
-def _stable(env: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in env.items() if key not in VOLATILE}
-
-
-class _Display:
-    """The progress bar, and a line for each row above it; silent without a console."""
-
-    def __init__(self, console: Console | None, total: int) -> None:
-        self._console = console or Console(quiet=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-            disable=console is None,
-        )
-        self._bar = self._progress.add_task("start", total=total)
-
-    def __enter__(self) -> _Display:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def note(self, text: str) -> None:
-        """A line that stays."""
-        self._console.print(text, highlight=False)
-
-    def say(self, text: str) -> None:
-        """What is happening now."""
-        self._progress.update(self._bar, description=text)
-
-    def row(self, case: str, impl: str, row: Row) -> None:
-        """A result."""
-        told = row.reason or ""
-        if row.status == "ok" and row.timing is not None:
-            told = f"{statistics.median(sample['us'] for sample in row.timing['samples']):.4g} µs"
-        line = Text(f"{case:20} {impl:20} ")
-        line.append(f"{row.status:12}", style=STYLES.get(row.status, "dim"))
-        self._console.print(line.append(told))
-        if row.who != BOUND:
-            self._progress.advance(self._bar)

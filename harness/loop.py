@@ -1,0 +1,139 @@
+"""What every loop over a study's cases shares: its worker, one row for each entry whatever dies, and what it shows.
+
+The loops are :mod:`harness.runner` (check, or check and time) and :mod:`harness.tune`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from harness.record import STREAM_READ
+from harness.study import Case, Entry
+from harness.worker import BOUND, Ready, Row, Step, Task, WorkerLost, WorkerPool
+
+VOLATILE = ("clocks",)
+"""Keys of a run's environment that change by themselves, and do not make it another environment."""
+
+STYLES: Mapping[str, str] = {"ok": "green", "wrong": "bold red", "failed": "red", "invalid": "red"}
+"""Colours of the statuses on the console; the others are dim."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot begin: no such device, or a worker that does not start."""
+
+
+def start(pool: WorkerPool) -> Ready:
+    """What the pool's worker said when it was up.
+
+    Raises:
+        RunError: if none comes up.
+    """
+    try:
+        return pool.ready
+    except WorkerLost as lost:
+        raise RunError(lost.reason) from lost
+
+
+def load_all(pool: WorkerPool, entries: Sequence[Entry], display: Display) -> dict[str, str]:
+    """Implementation -> why it is unavailable, for those that are."""
+    unavailable = {}
+    for impl in dict.fromkeys(entry.impl for entry in entries):
+        display.say(f"import {impl}")
+        if reason := pool.load(impl):
+            unavailable[impl] = reason
+    return unavailable
+
+
+def run_case(
+    pool: WorkerPool,
+    case: Case,
+    entries: Sequence[Entry],
+    unavailable: Mapping[str, str],
+    *,
+    task: Callable[[Mapping[int, Entry], bool], Task],
+    bound: bool,
+    on_row: Callable[[Row], None],
+    display: Display,
+) -> None:
+    """Exactly one row for each entry, and for the bound if it is wanted, whatever dies on the way.
+
+    ``task`` makes the worker's task, given the entries that have no row yet and whether the bound lacks one.
+    """
+    waiting = {*range(len(entries)), *([BOUND] if bound else [])}
+    names = {who: STREAM_READ if who == BOUND else entries[who].impl for who in waiting}
+
+    def settle(row: Row) -> None:
+        waiting.remove(row.who)
+        on_row(row)
+        display.row(case.name, names[row.who], row)
+
+    for who, entry in enumerate(entries):
+        if entry.impl in unavailable:
+            settle(Row(who=who, status="unavailable", reason=unavailable[entry.impl]))
+    while waiting:
+        left = {who: entry for who, entry in enumerate(entries) if who in waiting}
+        try:
+            for message in pool.ask(task(left, BOUND in waiting)):
+                if isinstance(message, Row):
+                    settle(message)
+                elif isinstance(message, Step):
+                    whose = "" if message.who is None else f"{names[message.who]} · "
+                    display.say(f"{case.name} · {whose}{message.what}")
+        except WorkerLost as lost:
+            # Whose step it was pays for it, unless it has its row; where it was nobody's, nobody can have a result.
+            for who in sorted(waiting) if lost.who is None else sorted(waiting & {lost.who}):
+                settle(Row(who=who, status="failed", reason=lost.reason))
+
+
+def stable(env: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's environment without what changes by itself: a run is continued where this is the same."""
+    return {key: value for key, value in env.items() if key not in VOLATILE}
+
+
+class Display:
+    """The progress bar, and a line for each row above it; silent without a console."""
+
+    def __init__(self, console: Console | None, total: int) -> None:
+        self._console = console or Console(quiet=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=console is None,
+        )
+        self._bar = self._progress.add_task("start", total=total)
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, highlight=False)
+
+    def say(self, text: str) -> None:
+        """What is happening now."""
+        self._progress.update(self._bar, description=text)
+
+    def row(self, case: str, impl: str, row: Row) -> None:
+        """A result."""
+        told = row.reason or ""
+        if row.status == "ok" and row.timing is not None:
+            told = f"{statistics.median(sample['us'] for sample in row.timing['samples']):.4g} µs"
+        line = Text(f"{case:20} {impl:20} ")
+        line.append(f"{row.status:12}", style=STYLES.get(row.status, "dim"))
+        self._console.print(line.append(told))
+        if row.who != BOUND:
+            self._progress.advance(self._bar)
