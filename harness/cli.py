@@ -195,8 +195,14 @@ def run(
 @app.command()
 def render(
     studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help="The studies.", show_default=False)],
+    html: Annotated[
+        bool, typer.Option("--html", help="Write report.html too: one page, figures inline, tables to sort.")
+    ] = False,
 ) -> None:
-    """Draw the report of a study from its records: README.md and figures. Needs no GPU."""
+    """Draw the report of a study from its records, or one comparison of several: README.md and figures.
+
+    Needs no GPU.
+    """
     from harness.render import render_study
 
     folders = [
@@ -205,8 +211,20 @@ def render(
         else study_folder(find_study(study))
         for study in studies
     ]
-    readme = render_study(folders)
+    readme = render_study(folders, page=html)
     console.print(str(readme), soft_wrap=True)
+
+
+@app.command()
+def export(
+    studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help="The studies.", show_default=False)],
+    to: Annotated[Path, typer.Option(metavar="FILE", help="A .csv or .parquet file.", show_default=False)],
+) -> None:
+    """Write the records of studies as one long table, a row a sample; harness.export documents its columns."""
+    from harness.export import export as export_records
+
+    rows = export_records([study_folder(find_study(study)) for study in studies], to)
+    console.print(f"{rows} rows are in {to}", soft_wrap=True)
 
 
 @app.command()
@@ -269,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     try:
         app(arguments)
-    except (StudyError, RecordError, RunError, WorkerLost, OSError) as error:
+    except (StudyError, RecordError, RunError, WorkerLost, OSError, ImportError) as error:
         _say_error(str(error))
         raise SystemExit(2) from error
     raise SystemExit(0)

@@ -4,34 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.record import IMPOSTORS_FILE, SELFTEST_FILE
 
+if TYPE_CHECKING:
+    from harness.render.frame import Comparison
 
-def render_study(folders: Sequence[Path]) -> Path:
+
+def render_study(folders: Sequence[Path], *, page: bool = False) -> Path:
     """Write the report of one study, of several as one comparison, or of the harness's measurements of itself.
 
     Args:
         folders: study folders that hold a ``records.jsonl``, or one that holds a ``selftest.jsonl`` or an
             ``impostors.jsonl``. One folder's report goes into that folder; that of several into a folder beside
             the first, named after all of them.
+        page: whether to write it as one self-contained page too, ``report.html``.
 
     Returns:
-        The path of the report's ``README.md``; its figures lie beside it in ``figures/``.
+        The path of the report's ``README.md``; its figures lie beside it in ``figures/``, and so does the page.
 
     Raises:
         harness.record.RecordError: for a folder without records or measurements, or a line that is not a record.
-        ValueError: for no folder.
+        ImportError: for a page without what draws it.
+        ValueError: for no folder, or the same one twice.
     """
-    folders = [Path(folder) for folder in folders]
+    readme, comparison = _write_report([Path(folder) for folder in folders])
+    if page:
+        from harness.render.page import write_page
+
+        write_page(readme, comparison)
+    return readme
+
+
+def _write_report(folders: Sequence[Path]) -> tuple[Path, Comparison | None]:
+    """The report, and the comparison that it is made of, where it is one."""
     if len(folders) == 1 and (folders[0] / SELFTEST_FILE).is_file():
         from harness.render.timing import write_timing_report
 
-        return write_timing_report(folders[0])
+        return write_timing_report(folders[0]), None
     if len(folders) == 1 and (folders[0] / IMPOSTORS_FILE).is_file():
         from harness.render.checks import write_check_report
 
-        return write_check_report(folders[0])
+        return write_check_report(folders[0]), None
 
     # pandas, matplotlib and seaborn take a second to import: only a render pays for them.
     from harness.render.checks import deep_check
@@ -41,4 +56,5 @@ def render_study(folders: Sequence[Path]) -> Path:
 
     comparison = load(folders)
     target = folders[0] if len(folders) == 1 else folders[0].parent / "+".join(comparison.folders)
-    return write_report(comparison, draw_all(comparison, target / "figures"), target, deep=deep_check(target))
+    drawn = draw_all(comparison, target / "figures")
+    return write_report(comparison, drawn, target, deep=deep_check(target)), comparison

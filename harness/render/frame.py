@@ -256,7 +256,7 @@ def folder_names(folders: Sequence[Path]) -> dict[str, Path]:
     """What each folder is called in a report: its own name, with its parent's where two share one.
 
     Raises:
-        ValueError: for no folder, or the same one twice.
+        ValueError: for no folder, or the same one twice (a RecordError).
     """
     if not folders:
         raise ValueError("folders: expected at least one, got none")
@@ -264,7 +264,7 @@ def folder_names(folders: Sequence[Path]) -> dict[str, Path]:
     if len(set(names)) < len(names):
         names = [f"{folder.resolve().parent.name}-{folder.resolve().name}" for folder in folders]
     if len(set(names)) < len(names):
-        raise ValueError(f"folders: expected each once, got {', '.join(map(str, folders))}")
+        raise RecordError(f"folders: expected each once, got {', '.join(map(str, folders))}")
     return dict(zip(names, folders, strict=True))
 
 

@@ -6,6 +6,7 @@ saved without dates, software tags or random ids: the same records give the same
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -214,7 +215,12 @@ def case_labels(comparison: Comparison, cases: Sequence[str]) -> list[str]:
 
 def series_ticks(series: Sequence[str]) -> list[str]:
     """Labels of series on lines short enough for a column of a matrix."""
-    return [label.replace("-", "-\n", 1).replace(" ", "\n") for label in series]
+    return [re.sub(r"-(?=[a-z])", "-\n", label).replace(" ", "\n") for label in series]
+
+
+def word_size(columns: int, most: float) -> float:
+    """A font size in which the longest word of a status fits a column of a matrix, ``most`` where there is room."""
+    return min(most, 66 / columns)
 
 
 def log_ticks(axis: Any, text: Callable[[float], str], values: pd.Series[Any]) -> None:

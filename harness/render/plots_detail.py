@@ -207,15 +207,15 @@ def _draw_error(comparison: Comparison, ax: Axes, column: str) -> dict[str, dict
     looks.scatter(comparison, rows, x="x", y=column, ax=ax)
     wrong = rows[rows["status"] == "wrong"]
     ax.scatter(wrong["x"], wrong[column], s=150, facecolors="none", edgecolors=ALARM_COLOUR, linewidths=1.3)
-    for x, y in zip(wrong["x"], wrong[column], strict=True):
-        look: dict[str, Any] = {"ha": "center", "fontsize": 8, "color": ALARM_COLOUR}
-        ax.annotate("wrong", (x, y), (0, -15), textcoords="offset points", **look)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     looks.binary_ticks(ax.xaxis, rows["max_kv"])
     ax.set_xlabel("keys of the longest sequence (k = 1024)")
     low, high = rows[column].min(), rows[column].max()
     lines: dict[str, dict[str, Any]] = {}
+    if len(wrong):
+        lines["wrong"] = {"color": ALARM_COLOUR, "marker": "o", "markersize": 10, "markerfacecolor": "none"}
+        lines["wrong"] |= {"linestyle": "none"}
     if column == "worst_row":
         ax.axhline(1.0, color=ALARM_COLOUR, linewidth=1.2)
         ax.set_ylim(min(0.1, low / 1.5), max(2.0, high * 2))
@@ -240,8 +240,10 @@ def support(comparison: Comparison) -> Figure | None:
     cases = looks.cases_shown(comparison)
     figure, ax = looks.make_figure(height=0.9 + (0.29 if len(comparison.devices) < 2 else 0.40) * len(cases))
 
+    size = looks.word_size(len(comparison.shown), 8)
+
     def look(row: Any) -> tuple[Any, dict[str, Any]]:
-        return WORD_COLOURS[row.status], {"s": row.status, "fontsize": 8, "color": "#1A1A1A"}
+        return WORD_COLOURS[row.status], {"s": row.status, "fontsize": size, "color": "#1A1A1A"}
 
     draw_matrix(comparison, ax, cases, look)
     return figure

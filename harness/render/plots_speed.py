@@ -90,11 +90,12 @@ def draw_slowdown(comparison: Comparison, ax: Axes, cases: Sequence[str]) -> Axe
     """Draw :func:`slowdown` of these cases into ``ax``."""
     colours = color_palette("blend:#F7FBFF,#9CC3DE,#3F7FB0,#173F66", as_cmap=True)
     norm = LogNorm(1.0, 4.0, clip=True)
+    small = looks.word_size(len(comparison.shown), 7.5)
 
     def look(row: Any) -> tuple[Any, dict[str, Any]]:
         if np.isnan(row.slowdown):
             word = row.status if row.status != "ok" else "no time"
-            return WORD_COLOURS["unavailable"], {"s": word, "fontsize": 7.5, "color": QUIET_COLOUR}
+            return WORD_COLOURS["unavailable"], {"s": word, "fontsize": small, "color": QUIET_COLOUR}
         value = float(row.slowdown)
         ratio = f"{value:.2f}" if value < 9.995 else f"{value:.0f}"
         said: dict[str, Any] = {"s": ratio + "*" * (row.splits_note is not None), "color": "#1A1A1A"}

@@ -56,26 +56,25 @@ def decisions(comparison: Comparison) -> Table | None:
     lines = []
     for decision in found:
         case = of_case[decision.case]
-        line = [code(decision.case), lengths_text(case.batch, case.total_kv, case.max_kv), _shape(case)]
+        line = [code(decision.case), lengths_text(case.batch, case.total_kv, case.max_kv)]
         best = decision.best
         if best is None:
-            lines.append([*line, "nothing has a time", *[ABSENT] * 4])
-            continue
-        line += [code(best.impl), splits_text(best) + against_own_text(decision)]
-        line += [linked(us_text(best.us), best.anchor), share_text(best)]
-        line.append(margin_text(decision))
-        lines.append(line)
+            line += ["nothing has a time", *[ABSENT] * 4]
+        else:
+            line += [code(best.impl), splits_text(best) + against_own_text(decision)]
+            line += [linked(us_text(best.us), best.anchor), share_text(best), margin_text(decision)]
+        lines.append([*line, _shape(case)])
     header = [
         "case",
         "keys",
-        "heads q / kv, dim",
         "run",
         "splits",
         "µs",
         "% of bound",
         "what the next takes longer",
+        "heads q / kv, dim",
     ]
-    return Table(header, "lllllrrl", lines)
+    return Table(header, "llllrrll", lines)
 
 
 def _shape(row: Any) -> str:

@@ -8,11 +8,13 @@ arguments always give the same records.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from harness import record as rec
+from impls.catalog import IMPLS
 from impls.problem import DecodeProblem
 
 
@@ -242,6 +244,19 @@ def profiled(records: Sequence[rec.Record], *, run_id: str) -> list[rec.Record]:
         if record.get("role") == "impl" and record["status"] == "ok":
             timing = record["timing"] | {"method": "kernels", "breakdown": parts}
             found.append(record | {"run_id": run_id, "timing": timing})
+    return found
+
+
+def with_everyone(records: Sequence[rec.Record]) -> list[rec.Record]:
+    """The records, and those of every implementation of the catalog that they lack: a slower copy of another's."""
+    found = list(records)
+    here = list(SPEEDS)
+    for i, impl in enumerate(name for name in IMPLS if name not in SPEEDS):
+        for record in (r for r in records if r.get("impl") == here[i % len(here)]):
+            copied = deepcopy(record) | {"impl": impl}
+            for sample in (copied["timing"] or {"samples": []})["samples"]:
+                sample["us"] *= 1.04 + 0.05 * i
+            found.append(copied)
     return found
 
 

@@ -64,7 +64,7 @@ def test_help_names_the_verbs_and_loads_nothing_heavy() -> None:
     assert not {"torch", "triton", "tilelang", "numpy", "pandas", "matplotlib", "seaborn"} & set(last.split())
     shown = [line.split()[1] for line in text if line.startswith("│ ")]
     verbs = [command.callback.__name__ for command in harness.cli.app.registered_commands if command.callback]
-    assert verbs == ["doctor", "check", "run", "render", "compare", "selftest", "expand"]
+    assert verbs == ["doctor", "check", "run", "render", "export", "compare", "selftest", "expand"]
     assert set(verbs) <= set(shown)
 
 
@@ -316,16 +316,18 @@ def test_doctor_really_works_on_this_machine(study: Path, capsys: pytest.Capture
     assert {row[0] for row in shown} >= set(IMPLS)
 
 
+@pytest.mark.parametrize("arguments", [[], ["--html"]])
 def test_render_is_asked_for_the_folders_of_the_studies(
-    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     asked: list[Path] = []
 
-    def render_study(folders: list[Path]) -> Path:
+    def render_study(folders: list[Path], *, page: bool) -> Path:
         asked.extend(folders)
+        assert page is ("--html" in arguments)
         return folders[0] / "README.md"
 
     monkeypatch.setattr("harness.render.render_study", render_study, raising=False)
-    assert exit_code("render", study, ROOT / "reports" / "quick") == 0
+    assert exit_code("render", study, ROOT / "reports" / "quick", *arguments) == 0
     assert asked == [Path("reports/mine"), ROOT / "reports" / "quick"]
     assert capsys.readouterr().out == "reports/mine/README.md\n"

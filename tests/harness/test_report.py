@@ -87,8 +87,10 @@ def test_the_decision_names_the_fastest_its_splits_its_margin_and_ties(tmp_path:
     render_study([folder])
     told = section(text_of(folder), "What to run")
     anchor = rf"#r{found.best.line}"
-    assert f"| `b1_8k` | 1 × 8,192 | 32 / 8, 128 | `tilelang-splitkv` | auto: 16 | [10.0]({anchor})" in told
-    assert re.search(r"\*\*tie\*\* with `triton-splitkv` \(\[0\.5 % \[0\.5, 0\.5\]\]\(#r\d+\)\) \|", told)
+    assert f"| `b1_8k` | 1 × 8,192 | `tilelang-splitkv` | auto: 16 | [10.0]({anchor})" in told
+    assert re.search(
+        r"\*\*tie\*\* with `triton-splitkv` \(\[0\.5 % \[0\.5, 0\.5\]\]\(#r\d+\)\) \| 32 / 8, 128 \|", told
+    )
 
 
 def test_a_fixed_split_count_is_recommended_only_where_it_is_ahead(tmp_path: Path) -> None:
@@ -320,9 +322,27 @@ def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
 # What a picture looks like
 
 
-@pytest.mark.parametrize("name", ["share", "slowdown", "latency", "splits", "parts", "error", "support"])
+@pytest.fixture(scope="module")
+def everyone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of every implementation of the catalog, on cases for every figure, some of them faulty."""
+    cases = SWEEP | {"skew_1x128k_31x1k": fake.problem([131072, *[1024] * 63]), "b8_8k": fake.problem([8192] * 8)}
+    faults = {
+        ("*", "torch-varlen"): ("unsupported", "expected head_dim 64, got 128"),
+        ("b1_4k", "flash-attn-3"): ("unavailable", "not here"),
+        ("b8_8k", "triton-splitkv"): ("wrong", "row 3"),
+        ("b8_8k", "torch-sdpa"): ("wrong", "row 4"),
+    }
+    records = fake.with_everyone(fake.gpu_records(cases, faults=faults))
+    folder = fake.write(tmp_path_factory.mktemp("reports") / "everyone", records)
+    rec.append(folder / "records-kernels.jsonl", *fake.profiled(records, run_id="run-9"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("study", "name"), [("splits", "splits"), *(("everyone", name) for name in FIGURES if name != "splits")]
+)
 def test_no_text_overlaps_another_and_all_of_it_is_inside(
-    splits: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    study: str, name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Asked of the texts that are drawn: ticks beyond an axis have a text too, but it never is."""
     drawn: dict[int, Text] = {}
@@ -334,7 +354,7 @@ def test_no_text_overlaps_another_and_all_of_it_is_inside(
         draw(text, *arguments, **options)
 
     with mpl_style.context(["default", RC]):
-        figure = FIGURES[name](load([splits]))
+        figure = FIGURES[name](load([request.getfixturevalue(study)]))
         assert figure is not None
         monkeypatch.setattr(Text, "draw", remember)
         figure.draw_without_rendering()
