@@ -13,7 +13,15 @@ from torch import Tensor
 
 from impls.contract import DecodeInputs, DecodeOutput, PlanRefused, Scalar, empty_output
 from impls.problem import DecodeProblem
-from impls.splits import balanced_counts, equal_counts, make_table, proportional_counts
+from impls.splits import (
+    Int32Array,
+    SplitTable,
+    as_array,
+    equal_counts,
+    make_table,
+    plan_splits,
+    proportional_counts,
+)
 
 SPLIT_TUNING: Mapping[str, Scalar] = {
     "num_splits": "auto",
@@ -39,8 +47,42 @@ def positive(choice: Mapping[str, Scalar], key: str, default: int | None = None)
     return value
 
 
+def choose_splits(
+    problem: DecodeProblem, choice: Mapping[str, Scalar], *, sm_count: int, tiles_per_split: int, min_keys: int
+) -> SplitTable:
+    """The split table of a problem under a tuning of :data:`SPLIT_TUNING`; see :class:`SplitKVPlan`."""
+    lens = as_array(problem.kv_lens)
+    if choice["num_splits"] != "auto":
+        return make_table(lens, equal_counts(lens, positive(choice, "num_splits")))
+    if choice["waves"] is not None:
+        slots = sm_count * positive(choice, "waves")
+        counts = proportional_counts(lens, tiles_per_split=tiles_per_split, slots=slots, min_keys=min_keys)
+        return make_table(lens, counts)
+    return plan_splits(
+        lens,
+        tiles_per_split=tiles_per_split,
+        ctas=sm_count,
+        min_keys=min_keys,
+        overhead=CTA_OVERHEAD_BYTES // (2 * problem.head_dim * problem.element_bytes),
+    )
+
+
+def upload(rows: Int32Array, device: torch.device) -> Tensor:
+    """``rows`` on the device, without waiting for it; a GPU copies them before later work of the current stream.
+
+    The copy is taken from pinned memory of torch's caching host allocator, which gives a block away again only
+    when the copies from it are done; pageable memory would have to be copied while the host waits. On a CPU the
+    tensor shares memory with ``rows``.
+    """
+    host = torch.from_numpy(rows)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
 class SplitKVPlan:
     """The part of a plan that does not depend on the kernel language; see :class:`impls.contract.DecodePlan`.
+
+    Making one never waits for the device: it may be made while earlier work runs, and its kernels may be
+    launched on the stream that was current when it was made, or on one that waits for that stream.
 
     Args:
         problem: what is to be computed.
@@ -49,9 +91,6 @@ class SplitKVPlan:
         sm_count: SMs of the device, or what stands in for them.
         tiles_per_split: CTAs that one split launches: KV heads times head tiles.
         min_keys: ``auto`` plans no split shorter than this.
-
-    Attributes:
-        split_counts: ``[B]`` splits of each sequence, from which a check knows where the edges are.
 
     Raises:
         PlanRefused: if the workspace would exceed ``workspace_budget_bytes``.
@@ -70,45 +109,36 @@ class SplitKVPlan:
         tiles_per_split: int,
         min_keys: int,
     ) -> None:
-        if choice["num_splits"] != "auto":
-            counts = equal_counts(problem.kv_lens, positive(choice, "num_splits"))
-        elif choice["waves"] is not None:
-            counts = proportional_counts(
-                problem.kv_lens,
-                tiles_per_split=tiles_per_split,
-                slots=sm_count * positive(choice, "waves"),
-                min_keys=min_keys,
-            )
-        else:
-            counts = balanced_counts(
-                problem.kv_lens,
-                tiles_per_split=tiles_per_split,
-                ctas=sm_count,
-                min_keys=min_keys,
-                overhead=CTA_OVERHEAD_BYTES // (2 * problem.head_dim * problem.element_bytes),
-            )
-        table = make_table(problem.kv_lens, counts)
+        table = choose_splits(
+            problem, choice, sm_count=sm_count, tiles_per_split=tiles_per_split, min_keys=min_keys
+        )
         workspace_bytes = table.workspace_bytes(problem.heads_q, problem.head_dim)
         budget = positive(choice, "workspace_budget_bytes")
         if workspace_bytes > budget:
             raise PlanRefused(
                 f"workspace: expected <= {budget} bytes (workspace_budget_bytes), got {workspace_bytes}"
             )
-        self.split_counts: tuple[int, ...] = tuple(counts.tolist())
         self._problem = problem
         self._total_kv = problem.total_kv  # a sum over all lengths: not in every launch
         self._device = device
-        self._items = torch.from_numpy(table.items).to(device)  # [splits, 4]
-        self._merges = torch.from_numpy(table.merges).to(device)  # [merged sequences, 4]
-        rows = (table.slots, problem.heads_q)
-        self._partial = torch.empty((*rows, problem.head_dim), dtype=torch.float32, device=device)
-        self._partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
+        self._counts = table.counts
+        rows = upload(table.rows, device)
+        self._items = rows[: table.splits]  # [splits, 4]
+        self._merges = rows[table.splits :]  # [merged sequences, 4]
+        partials = (table.slots, problem.heads_q)
+        self._partial = torch.empty((*partials, problem.head_dim), dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(partials, dtype=torch.float32, device=device)
         self._split_config: Mapping[str, Scalar] = {
             "num_splits": choice["num_splits"],
             "splits_max": table.splits_max,
-            "work_items": len(table.items) * tiles_per_split,
+            "work_items": table.splits * tiles_per_split,
             "workspace_bytes": workspace_bytes,
         }
+
+    @property
+    def split_counts(self) -> tuple[int, ...]:
+        """``[B]`` splits of each sequence, from which a check knows where the edges are."""
+        return tuple(self._counts.tolist())
 
     def new_output(self) -> DecodeOutput:
         """Fresh output tensors."""

@@ -10,17 +10,19 @@ Every key belongs to exactly one split, and no two splits of a sequence differ b
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from impls.makespan import Schedule
 from impls.problem import INT32_MAX
 
-IntArray = npt.NDArray[np.int32]
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Lengths = Sequence[int] | npt.NDArray[np.integer]
+"""Keys of each sequence; int64 arrays are taken as they are."""
 
 DIRECT = -1
 """The slot of a split that is its sequence's only one: it writes the output itself, there is no partial."""
@@ -40,26 +42,53 @@ class SplitTable:
     """The splits of one batch.
 
     Args:
-        items: ``[splits, 4]`` int32, one 16-byte row a split, longest first:
-            ``(sequence, first row in packed K and V, keys, slot)``; the slot is :data:`DIRECT` where the
-            split is its sequence's only one.
-        merges: ``[merged sequences, 4]`` int32, one row a sequence with two splits or more:
-            ``(sequence, first slot, splits, 0)``. A sequence's slots are consecutive, in key order.
+        rows: ``[splits + merged sequences, 4]`` int32, :attr:`items` and then :attr:`merges`: one array, so
+            that one copy takes both to a device.
+        splits: of all sequences.
         slots: partials that the workspace must hold.
-        splits_max: the largest number of splits of one sequence; 0 for an empty batch.
+        counts: ``[B]`` int64, splits of each sequence.
     """
 
-    items: IntArray
-    merges: IntArray
+    rows: Int32Array
+    splits: int
     slots: int
-    splits_max: int
+    counts: Int64Array
+
+    @property
+    def items(self) -> Int32Array:
+        """``[splits, 4]`` int32, one 16-byte row a split, longest first.
+
+        ``(sequence, first row in packed K and V, keys, slot)``; the slot is :data:`DIRECT` where the split is
+        its sequence's only one.
+        """
+        return self.rows[: self.splits]
+
+    @property
+    def merges(self) -> Int32Array:
+        """``[merged sequences, 4]`` int32, one row a sequence with two splits or more.
+
+        ``(sequence, first slot, splits, 0)``. A sequence's slots are consecutive, in key order.
+        """
+        return self.rows[self.splits :]
+
+    @property
+    def splits_max(self) -> int:
+        """The largest number of splits of one sequence; 0 for an empty batch."""
+        return int(self.counts.max()) if len(self.counts) else 0
 
     def workspace_bytes(self, heads_q: int, head_dim: int) -> int:
         """Bytes of the float32 partials ``[slots, Hq, D]`` and their LSE ``[slots, Hq]``."""
         return 4 * self.slots * heads_q * (head_dim + 1)
 
 
-def equal_counts(kv_lens: Sequence[int], num_splits: int) -> IntArray:
+def as_array(kv_lens: Lengths) -> Int64Array:
+    """Lengths as ``[B]`` int64; converted once, they need no conversion in the functions of this module."""
+    if isinstance(kv_lens, np.ndarray):
+        return np.asarray(kv_lens, dtype=np.int64)
+    return np.fromiter(kv_lens, np.int64, len(kv_lens))  # a third faster than from a sequence of unknown dtype
+
+
+def equal_counts(kv_lens: Lengths, num_splits: int) -> Int64Array:
     """The same number of splits for every sequence, but never more than it has keys, and at least one.
 
     Args:
@@ -71,11 +100,11 @@ def equal_counts(kv_lens: Sequence[int], num_splits: int) -> IntArray:
     """
     if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 1:
         raise ValueError(f"num_splits: expected an integer >= 1 or 'auto', got {num_splits!r}")
-    lens = np.asarray(kv_lens, dtype=np.int64)
-    return np.minimum(np.maximum(lens, 1), num_splits).astype(np.int32)
+    lens = as_array(kv_lens)
+    return np.minimum(np.maximum(lens, 1), num_splits)
 
 
-def proportional_counts(kv_lens: Sequence[int], *, tiles_per_split: int, slots: int, min_keys: int) -> IntArray:
+def proportional_counts(kv_lens: Lengths, *, tiles_per_split: int, slots: int, min_keys: int) -> Int64Array:
     """Splits in proportion to length, so that about ``slots`` CTAs run, each over about as many keys.
 
     ``chunk = ceil(total keys * tiles_per_split / slots)``, and a sequence of ``n`` keys gets
@@ -88,22 +117,34 @@ def proportional_counts(kv_lens: Sequence[int], *, tiles_per_split: int, slots: 
         min_keys: no split is planned shorter than this (a tile of the kernel).
 
     Returns:
-        ``[B]`` int32, each at least 1.
+        ``[B]`` int64, each at least 1.
     """
-    lens = np.asarray(kv_lens, dtype=np.int64)
-    chunk = max(min_keys, -(-int(lens.sum()) * tiles_per_split // slots), 1)
-    counts = (2 * lens + chunk) // (2 * chunk)  # round half up, in integers
-    return np.clip(counts, 1, MAX_SPLITS).astype(np.int32)
+    lens = as_array(kv_lens)
+    return _rounded(2 * lens, _chunk(int(lens.sum()) * tiles_per_split, slots, min_keys))
+
+
+def _chunk(work: int, slots: int, min_keys: int) -> int:
+    """Keys that one split should have, for ``slots`` CTAs to share ``work`` keys."""
+    return max(min_keys, -(-work // slots), 1)
+
+
+def _rounded(twice: Int64Array, chunk: int) -> Int64Array:
+    """Half of ``twice`` in chunks, rounded half up in integers, within what is allowed."""
+    counts = twice + chunk
+    counts //= 2 * chunk
+    np.maximum(counts, 1, out=counts)
+    return np.minimum(counts, MAX_SPLITS, out=counts)
 
 
 def balanced_counts(
-    kv_lens: Sequence[int], *, tiles_per_split: int, ctas: int, min_keys: int, overhead: int
-) -> IntArray:
+    kv_lens: Lengths, *, tiles_per_split: int, ctas: int, min_keys: int, overhead: int
+) -> Int64Array:
     """The :func:`proportional_counts` under which the device's last CTA is expected to end first.
 
     One round of CTAs is best where it can be filled evenly: every further one costs another start and end.
     Among sequences of different lengths, the longest splits of a single round leave the other CTAs waiting,
-    and shorter splits, handed out longest first, even that out. :func:`makespan` tells which it is.
+    and shorter splits, handed out longest first, even that out. :class:`impls.makespan.Schedule` tells which
+    it is; most batches are decided by what every schedule must take, an even share and the longest split.
 
     Args:
         kv_lens: keys of each sequence.
@@ -113,42 +154,42 @@ def balanced_counts(
         overhead: what starting and ending a CTA costs, in keys.
 
     Returns:
-        ``[B]`` int32, each at least 1.
+        ``[B]`` int64, each at least 1.
     """
-    lens = np.asarray(kv_lens, dtype=np.int64)
-    uneven = len(lens) > 1 and int(lens.min()) < int(lens.max())
-    best, least = None, math.inf
-    for waves in WAVES if uneven else WAVES[:1]:
-        counts = proportional_counts(
-            kv_lens, tiles_per_split=tiles_per_split, slots=int(ctas * waves), min_keys=min_keys
-        )
-        if best is not None and np.array_equal(counts, best):
+    lens = as_array(kv_lens)
+    total = int(lens.sum())
+    twice = lens * 2
+    counts = _rounded(twice, _chunk(total * tiles_per_split, ctas, min_keys))
+    longest = lens.item(lens.argmax()) if total else 0
+    if longest * len(lens) == total:
+        return counts
+    negative = -lens  # minus the floor of minus a quotient is its ceiling
+    best = last = Schedule(overhead - negative // counts, counts, copies=tiles_per_split, ctas=ctas)
+    best_counts, splits = counts, int(counts.sum())
+    for waves in WAVES[1:]:
+        chunk = _chunk(total * tiles_per_split, int(ctas * waves), min_keys)
+        if 2 * longest < 3 * chunk:  # not even the longest sequence is split
             continue
-        keys = np.repeat(-(-lens // counts) + overhead, counts)
-        end = makespan(np.sort(keys)[::-1].tolist(), copies=tiles_per_split, ctas=ctas)
-        if end < WORTHWHILE * least:
-            best, least = counts, end
-    assert best is not None
-    return best
+        if not best.may_end_after(last.even_share / WORTHWHILE):
+            break  # shorter chunks only add splits, and each of them a start and an end
+        counts = _rounded(twice, chunk)
+        if (more := int(counts.sum())) == splits:
+            continue
+        splits = more
+        last = Schedule(overhead - negative // counts, counts, copies=tiles_per_split, ctas=ctas)
+        if last.ends_before(best, WORTHWHILE):
+            best, best_counts = last, counts
+    return best_counts
 
 
-def makespan(keys: Sequence[int], *, copies: int, ctas: int) -> int:
-    """When the last CTA ends if each split goes to whichever CTA is free first, in keys read by one CTA.
-
-    Args:
-        keys: of each split, in the order in which they are launched.
-        copies: CTAs that each split launches, side by side.
-        ctas: CTAs that run at once.
-    """
-    shared = math.gcd(copies, ctas)  # copies run in step: so many of them count as one
-    free = [0] * (ctas // shared)
-    for n in keys:
-        for _ in range(copies // shared):
-            heapq.heapreplace(free, free[0] + n)
-    return max(free)
+def plan_splits(kv_lens: Lengths, *, tiles_per_split: int, ctas: int, min_keys: int, overhead: int) -> SplitTable:
+    """The table of :func:`balanced_counts`, from lengths in one call; the arguments are the same."""
+    lens = as_array(kv_lens)
+    counts = balanced_counts(lens, tiles_per_split=tiles_per_split, ctas=ctas, min_keys=min_keys, overhead=overhead)
+    return _table(lens, counts)
 
 
-def make_table(kv_lens: Sequence[int], counts: IntArray) -> SplitTable:
+def make_table(kv_lens: Lengths, counts: npt.ArrayLike) -> SplitTable:
     """Cut every sequence into its number of splits and order the splits, longest first.
 
     Args:
@@ -158,35 +199,55 @@ def make_table(kv_lens: Sequence[int], counts: IntArray) -> SplitTable:
     Raises:
         ValueError: if a count is out of range, naming the sequence.
     """
-    lens = np.asarray(kv_lens, dtype=np.int64)
+    lens = as_array(kv_lens)
     count = np.asarray(counts, dtype=np.int64)
-    if len(lens) == 0:
-        empty = np.zeros((0, 4), dtype=np.int32)
-        return SplitTable(items=empty, merges=empty, slots=0, splits_max=0)
-    wrong = np.flatnonzero((count < 1) | (count > np.maximum(lens, 1)))
+    wrong = ((count < 1) | (count > np.maximum(lens, 1))).nonzero()[0]
     if len(wrong):
         b = int(wrong[0])
         raise ValueError(f"counts[{b}]: expected 1 <= splits <= {max(1, int(lens[b]))}, got {int(count[b])}")
-    first_row = np.cumsum(lens) - lens
-    merged = count > 1
-    first_slot = np.cumsum(np.where(merged, count, 0)) - np.where(merged, count, 0)
+    return _table(lens, count)
 
-    sequence = np.repeat(np.arange(len(lens)), count)
-    split = np.arange(len(sequence)) - np.repeat(np.cumsum(count) - count, count)
-    start = lens[sequence] * split // count[sequence]
-    keys = lens[sequence] * (split + 1) // count[sequence] - start
-    slot = np.where(merged[sequence], first_slot[sequence] + split, DIRECT)
-    items = np.stack([sequence, first_row[sequence] + start, keys, slot], axis=1)
-    order = np.argsort(-keys, kind="stable")
 
-    of = np.flatnonzero(merged)
-    merges = np.stack([of, first_slot[of], count[of], np.zeros_like(of)], axis=1)
-    return SplitTable(
-        items=np.ascontiguousarray(items[order], dtype=np.int32),
-        merges=np.ascontiguousarray(merges, dtype=np.int32),
-        slots=int(count[merged].sum()),
-        splits_max=int(count.max()),
-    )
+def _table(lens: Int64Array, counts: Int64Array) -> SplitTable:
+    """The table for counts that are in range. It is made for every plan: each line counts, at about 0.5 µs."""
+    row_end = np.add.accumulate(lens)
+    first_row = row_end - lens
+    merged = (counts > 1).nonzero()[0]
+    if not len(merged):
+        rows = np.empty((len(lens), 4), dtype=np.int32)
+        rows[:, 0] = order = (-lens).argsort(kind="stable")
+        rows[:, 1] = first_row.take(order)
+        rows[:, 2] = lens.take(order)
+        rows[:, 3] = DIRECT
+        return SplitTable(rows, len(lens), 0, counts)
+
+    last = np.add.accumulate(counts)
+    splits = last.item(-1)
+    sequence = np.arange(len(lens)).repeat(counts)
+    split = np.arange(splits) - (last - counts).take(sequence)
+    count = counts.take(sequence)
+    start = np.empty(splits + 1, dtype=np.int64)  # of each split in packed K and V: where the one before it ends
+    start[:-1] = lens.take(sequence) * split // count + first_row.take(sequence)
+    start[-1] = row_end[-1]
+    minus_keys = start[:-1] - start[1:]
+    splits_merged = counts.take(merged)
+    last_slot = np.add.accumulate(splits_merged)
+    slots = last_slot.item(-1)
+
+    unordered = np.empty((splits, 4), dtype=np.int32)
+    unordered[:, 0] = sequence
+    unordered[:, 1] = start[:-1]
+    unordered[:, 2] = -minus_keys
+    unordered[:, 3] = DIRECT
+    unordered[count > 1, 3] = np.arange(slots)
+    rows = np.empty((splits + len(merged), 4), dtype=np.int32)
+    unordered.take(minus_keys.argsort(kind="stable"), axis=0, out=rows[:splits], mode="clip")
+    merges = rows[splits:]
+    merges[:, 0] = merged
+    merges[:, 1] = last_slot - splits_merged
+    merges[:, 2] = splits_merged
+    merges[:, 3] = 0
+    return SplitTable(rows, splits, slots, counts)
 
 
 def check_offsets(elements: int, what: str) -> str | None:

@@ -30,7 +30,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -39,6 +39,7 @@ from torch import Tensor
 
 from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, check_tuning
 from impls.problem import DecodeProblem
+from impls.space import Configuration, Space, configurations
 from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan, positive
 
 # Triton decides between compiler and interpreter when it is imported.
@@ -62,14 +63,19 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
 ROUND_BF16 = tl.constexpr(INTERPRETED)
 
-TUNING: Mapping[str, Scalar] = {
-    **SPLIT_TUNING,
-    "block_n": None,
-    "block_h": None,
-    "num_stages": 3,
-    "num_warps": 4,
-}
-"""What ``plan`` lets the caller choose; None means the rule in :func:`choose_tile`."""
+TILE_TUNING: Mapping[str, Scalar] = {"block_n": None, "block_h": None, "num_stages": 3, "num_warps": 4}
+"""What a caller may choose about tiles; None means the rule in :func:`choose_tile`."""
+
+TUNING: Mapping[str, Scalar] = {**SPLIT_TUNING, **TILE_TUNING}
+"""What ``plan`` lets the caller choose."""
+
+SPACE: Space = (
+    {"block_n": (32, 64, 128), "num_stages": (2, 3, 4)},
+    {"block_n": (64, 128), "num_stages": (2, 3), "num_warps": (8,)},
+    # 64 rows, for `wgmma`.
+    {"block_h": (64,), "block_n": (64, 128), "num_stages": (2, 3)},
+)
+"""The tiles that a tuner tries."""
 
 
 @triton.jit
@@ -308,16 +314,35 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
     )
 
 
+def tile_refusal(problem: DecodeProblem, device: torch.device, tile: Tile) -> str | None:
+    """Why a tile cannot run on a device, known without compiling it; None if nothing is known.
+
+    The compiler keeps K and V in ``num_stages`` buffers for a wgmma, in one fewer for other products; Q and, but
+    for a wgmma, P go through shared memory too.
+    """
+    if device.type != "cuda":
+        return None
+    wgmma = tile.block_h >= 64 and torch.cuda.get_device_capability(device) == (9, 0)
+    buffers = tile.num_stages if wgmma else max(1, tile.num_stages - 1)
+    need = (2 * buffers * tile.block_n + tile.block_h) * block_d(problem.head_dim) * problem.element_bytes
+    if not wgmma:
+        need += tile.block_h * tile.block_n * problem.element_bytes
+    most = shared_memory(device)
+    return f"shared memory: expected <= {most} bytes a CTA, got {need}" if need > most else None
+
+
 def is_short(problem: DecodeProblem, device: torch.device) -> bool:
     """Whether CTAs are so short that their starts and ends must be hidden behind each other.
 
     Fewer than 256 keys each; or up to 2048, where sequences of about one length make two waves or more. With
     lengths that differ, several long CTAs may meet on one SM: there each gets an SM of its own.
     """
+    total_kv, sms = problem.total_kv, sm_count(device)
     ctas = problem.batch * problem.heads_kv
-    keys = problem.total_kv * problem.heads_kv / max(ctas, sm_count(device))
-    alike = 4 * problem.max_kv * problem.batch <= 5 * problem.total_kv
-    return keys < 256 or (keys <= 2048 and ctas >= 2 * sm_count(device) and alike)
+    keys = total_kv * problem.heads_kv / max(ctas, sms)
+    if keys < 256 or keys > 2048 or ctas < 2 * sms:
+        return keys < 256
+    return 4 * problem.max_kv * problem.batch <= 5 * total_kv  # lengths are about alike
 
 
 def sm_count(device: torch.device) -> int:
@@ -325,6 +350,7 @@ def sm_count(device: torch.device) -> int:
     return _device_properties(device)["multiprocessor_count"] if device.type == "cuda" else CPU_CTAS
 
 
+@cache
 def has_pdl(device: torch.device) -> bool:
     """Whether the combine kernel can be launched while the split kernel runs: from sm_90 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -372,7 +398,7 @@ class TritonPlan(SplitKVPlan):
             "version": triton.__version__,
             "function": "impls.triton_splitkv",
             **self._split_config,
-            **asdict(tile),
+            **vars(tile),
             "tma": False,
             "warp_specialize": False,
             "compute_dtype": compute_dtype,
@@ -397,7 +423,7 @@ class TritonSplitKV:
     name = "triton-splitkv"
 
     def __init__(self) -> None:
-        self._compiled: set[tuple[object, ...]] = set()
+        self._tiles: dict[tuple[object, ...], tuple[Tile, Tile]] = {}
 
     def unsupported(self, problem: DecodeProblem, device: torch.device) -> str | None:
         """Refuses head dims over 256, GPUs before sm_80, and the device that Triton does not run on here."""
@@ -419,26 +445,43 @@ class TritonSplitKV:
     ) -> TritonPlan:
         """See :meth:`impls.contract.DecodeImpl.plan`; the tuning keys are those of :data:`TUNING`."""
         choice = check_tuning(tuning, TUNING)
-        tiles = [choose_tile(problem, device, choice, short=short) for short in (False, True)]
-        for tile in tiles:  # both, so that other lengths find theirs compiled
-            self._compile(problem, device, choice, tile)
+        tiles = self._compiled_tiles(problem, device, choice)
         return TritonPlan(problem, device, choice, tiles[is_short(problem, device)])
 
-    def _compile(
-        self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile
-    ) -> None:
-        """Compile and load both kernels by running them once on two keys in two splits.
+    def configurations(self, problem: DecodeProblem, device: torch.device) -> list[Configuration]:
+        """:data:`SPACE` with every way to split; see :class:`impls.space.Tunable`."""
 
-        The first real run may be inside a CUDA graph, where neither may happen.
-        """
-        key = (device, problem.heads_q, problem.heads_kv, problem.head_dim, problem.dtype, tile)
-        if INTERPRETED or key in self._compiled:
-            return
-        tiny = replace(problem, kv_lens=(2,))
-        plan = TritonPlan(tiny, device, {**choice, "num_splits": 2}, tile)
-        dtype = TORCH_DTYPES[problem.dtype]
-        q = torch.zeros((1, tiny.heads_q, tiny.head_dim), dtype=dtype, device=device)
-        kv = torch.zeros((2, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)
-        cu_seqlens_k = torch.tensor(tiny.cu_seqlens, dtype=torch.int32, device=device)
-        plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)
-        self._compiled.add(key)
+        def refusal(choice: Mapping[str, Scalar]) -> str | None:
+            tile = choose_tile(problem, device, {**TUNING, **choice}, short=False)
+            return tile_refusal(problem, device, tile)
+
+        return configurations(SPACE, refusal)
+
+    def _compiled_tiles(
+        self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]
+    ) -> tuple[Tile, Tile]:
+        """The tiles for long and for short work, chosen and compiled once for all lengths and batch sizes."""
+        shape = (problem.heads_q, problem.heads_kv, problem.head_dim, problem.dtype)
+        key = (device, *shape, *(choice[name] for name in TILE_TUNING))
+        if key not in self._tiles:
+            long, short = (choose_tile(problem, device, choice, short=short) for short in (False, True))
+            for tile in {long, short}:
+                _compile(problem, device, choice, tile)
+            self._tiles[key] = (long, short)
+        return self._tiles[key]
+
+
+def _compile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile) -> None:
+    """Compile and load both kernels by running them once on two keys in two splits.
+
+    The first real run may be inside a CUDA graph, where neither may happen.
+    """
+    if INTERPRETED:
+        return
+    tiny = replace(problem, kv_lens=(2,))
+    plan = TritonPlan(tiny, device, {**choice, "num_splits": 2}, tile)
+    dtype = TORCH_DTYPES[problem.dtype]
+    q = torch.zeros((1, tiny.heads_q, tiny.head_dim), dtype=dtype, device=device)
+    kv = torch.zeros((2, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)
+    cu_seqlens_k = torch.tensor(tiny.cu_seqlens, dtype=torch.int32, device=device)
+    plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)

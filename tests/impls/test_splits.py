@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from random import Random
+
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,14 +14,18 @@ from impls.problem import INT32_MAX
 from impls.splits import (
     DIRECT,
     MAX_SPLITS,
+    WAVES,
+    WORTHWHILE,
+    Int64Array,
     SplitTable,
     balanced_counts,
     check_offsets,
     equal_counts,
     make_table,
-    makespan,
+    plan_splits,
     proportional_counts,
 )
+from tests.impls.lpt import makespan
 
 LENS = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 200_000)), max_size=40)
 
@@ -127,6 +133,15 @@ def test_counts_out_of_range_are_named(counts: list[int], message: str) -> None:
         make_table([5, 3], np.array(counts, dtype=np.int32))
 
 
+def test_lengths_of_any_integer_dtype_are_counted_in_64_bits() -> None:
+    lens = [2**31 - 1 - 5, 5]
+    shape = {"tiles_per_split": 8, "ctas": 132, "min_keys": 128, "overhead": 266}
+    assert (
+        plan_splits(np.array(lens, dtype=np.int32), **shape).rows.tolist()
+        == plan_splits(lens, **shape).rows.tolist()
+    )
+
+
 def test_equal_counts_stop_at_the_keys() -> None:
     assert equal_counts([0, 1, 5, 100], 8).tolist() == [1, 1, 5, 8]
 
@@ -174,13 +189,38 @@ def test_offsets_are_refused_with_the_number(elements: int, refused: bool) -> No
     assert reason is None or reason == f"k: expected element offsets <= {INT32_MAX} (int32), got {elements}"
 
 
-@given(LENS, st.sampled_from([1, 2, 4, 8, 32]), st.integers(1, 300), st.integers(1, 200))
-def test_balanced_counts_make_a_table_of_any_lengths(lens: list[int], tiles: int, ctas: int, min_keys: int) -> None:
-    counts = balanced_counts(lens, tiles_per_split=tiles, ctas=ctas, min_keys=min_keys, overhead=266)
-    table = make_table(lens, counts)
+DEVICES = {
+    "tiles_per_split": st.sampled_from([1, 2, 4, 5, 8, 32]),
+    "ctas": st.integers(1, 300),
+    "min_keys": st.integers(1, 200),
+    "overhead": st.sampled_from([0, 136, 266]),
+}
+
+
+@given(LENS, st.fixed_dictionaries(DEVICES))
+def test_balanced_counts_are_bounded_and_monotone(lens: list[int], shape: dict[str, int]) -> None:
+    counts = balanced_counts(lens, **shape)
     assert counts.shape == (len(lens),)
-    assert table.splits_max <= MAX_SPLITS
-    assert int(table.items[:, 2].sum()) == sum(lens)
+    assert ((counts >= 1) & (counts <= np.clip(lens, 1, MAX_SPLITS))).all()
+    assert (np.diff(counts[np.argsort(lens, kind="stable")]) >= 0).all()
+
+
+@given(LENS, st.fixed_dictionaries(DEVICES))
+def test_a_planned_table_is_that_of_its_counts(lens: list[int], shape: dict[str, int]) -> None:
+    """The checked way and the short way to the table are one; the properties of tables above hold for it."""
+    planned = plan_splits(lens, **shape)
+    checked = make_table(lens, balanced_counts(lens, **shape))
+    assert planned.rows.tolist() == checked.rows.tolist()
+    assert planned.counts.tolist() == checked.counts.tolist()
+    assert (planned.splits, planned.slots) == (checked.splits, checked.slots)
+
+
+@given(LENS, st.fixed_dictionaries(DEVICES), st.randoms(use_true_random=False))
+def test_the_order_of_the_batch_is_of_no_account(lens: list[int], shape: dict[str, int], random: Random) -> None:
+    order = list(range(len(lens)))
+    random.shuffle(order)
+    counts = balanced_counts(lens, **shape)
+    assert balanced_counts([lens[b] for b in order], **shape).tolist() == counts[order].tolist()
 
 
 @given(st.integers(1, 40), st.integers(0, 100_000))
@@ -195,17 +235,42 @@ def test_a_long_tail_is_cut_finer_than_one_round_would() -> None:
     lens = [30784, 17280, 16832, 15680, 8896] + [1500] * 59
     one_round = proportional_counts(lens, tiles_per_split=8, slots=132, min_keys=128)
     balanced = balanced_counts(lens, tiles_per_split=8, ctas=132, min_keys=128, overhead=266)
-
-    def end(counts: npt.NDArray[np.int32]) -> int:
-        keys = np.sort(make_table(lens, counts).items[:, 2] + 266)[::-1]
-        return makespan(keys.tolist(), copies=8, ctas=132)
-
     assert balanced.max() > one_round.max()
-    assert end(balanced) < 0.9 * end(one_round)
+    assert end(lens, balanced) < 0.9 * end(lens, one_round)
 
 
-def test_makespan_hands_each_split_to_the_first_free_cta() -> None:
-    assert makespan([5, 4, 3, 2], copies=1, ctas=2) == 7  # 5 + 2 and 4 + 3
-    assert makespan([5, 4], copies=3, ctas=4) == 9  # one of the three 4s starts on the idle CTA, two after a 5
-    assert makespan([7], copies=8, ctas=132) == 7
-    assert makespan([], copies=8, ctas=132) == 0
+def end(lens: list[int], counts: Int64Array, *, tiles: int = 8) -> int:
+    """When an H200's last CTA ends, simulated exactly."""
+    keys = -(-np.array(lens) // counts) + 266
+    return makespan(np.sort(keys.repeat(counts))[::-1].tolist(), copies=tiles, ctas=132)
+
+
+def batches() -> Iterator[list[int]]:
+    """Batches of 3 to 256 sequences: of similar lengths, of any, with a long tail, with a few long ones."""
+    random = Random(0)
+    for i in range(80):
+        size, longest = random.choice([3, 8, 16, 48, 96, 256]), random.choice([700, 5000, 30_000, 131_072])
+        draw: Callable[[], float] = (
+            lambda: random.uniform(0.7, 1),
+            lambda: random.uniform(0, 1),
+            lambda: 1 / (1 + 60 * random.random() ** 0.5),
+            lambda: 1 if random.random() < 0.1 else random.uniform(0.02, 0.03),
+        )[i % 4]
+        yield [1 + int(longest * draw()) for _ in range(size)]
+
+
+@pytest.mark.parametrize("tiles", [1, 8])
+def test_the_choice_is_about_as_good_as_if_every_candidate_were_simulated(tiles: int) -> None:
+    """Against the same rule on exact ends: a candidate replaces the best where it ends WORTHWHILE earlier."""
+    ratios = []
+    for lens in batches():
+        best = None
+        for waves in WAVES if min(lens) < max(lens) else WAVES[:1]:
+            counts = proportional_counts(lens, tiles_per_split=tiles, slots=int(132 * waves), min_keys=128)
+            if best is None or end(lens, counts, tiles=tiles) < WORTHWHILE * end(lens, best, tiles=tiles):
+                best = counts
+        assert best is not None
+        chosen = balanced_counts(lens, tiles_per_split=tiles, ctas=132, min_keys=128, overhead=266)
+        ratios.append(end(lens, chosen, tiles=tiles) / end(lens, best, tiles=tiles))
+    assert max(ratios) < 1.05
+    assert np.mean(ratios) < 1.002

@@ -1,0 +1,94 @@
+"""What our two plans share: one upload that nobody waits for, and tables and tiles that are chosen once."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from harness.check import check_plan
+from harness.inputs import make_inputs
+from impls import triton_splitkv
+from impls.contract import DecodeImpl
+from impls.reference import reference
+from impls.splitkv_plan import upload
+from impls.tilelang_splitkv import TileLangSplitKV
+from impls.triton_splitkv import TritonSplitKV
+from tests.impls.cases import problem
+
+OURS = [TileLangSplitKV, TritonSplitKV]
+ROWS = np.arange(12, dtype=np.int32).reshape(3, 4)
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    rows = ROWS.copy()
+    assert upload(rows, torch.device("cpu")).data_ptr() == rows.ctypes.data
+
+
+def test_only_pinned_memory_is_copied_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = torch.from_numpy(ROWS.copy())
+    asked: list[tuple[Tensor, Any, dict[str, Any]]] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned)
+    monkeypatch.setattr(Tensor, "to", lambda self, device, **options: asked.append((self, device, options)))
+    upload(ROWS, torch.device("cuda"))
+    [(source, device, options)] = asked
+    assert source is pinned
+    assert (device, options) == (torch.device("cuda"), {"non_blocking": True})
+
+
+@pytest.mark.parametrize("impl", OURS)
+def test_items_and_merges_are_rows_of_one_upload(impl: type[DecodeImpl], device: torch.device) -> None:
+    plan = impl().plan(problem(700, 0, 33), device, {"num_splits": 3})
+    items, merges = plan._items, plan._merges  # type: ignore[attr-defined]
+    assert items.untyped_storage().data_ptr() == merges.untyped_storage().data_ptr()
+    assert (items.stride(), merges.stride()) == ((4, 1), (4, 1))
+    assert items.data_ptr() % 16 == merges.data_ptr() % 16 == 0
+    assert sorted(items[:, 0].tolist()) == [0, 0, 0, 1, 2, 2, 2]
+    assert merges.tolist() == [[0, 0, 3, 0], [2, 3, 3, 0]]
+    assert plan.split_counts == (3, 1, 3)  # type: ignore[attr-defined]
+
+
+def test_triton_chooses_its_tiles_once_for_all_lengths(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    chosen: list[bool] = []
+    choose = triton_splitkv.choose_tile
+
+    def counted(*args: Any, short: bool) -> triton_splitkv.Tile:
+        chosen.append(short)
+        return choose(*args, short=short)
+
+    monkeypatch.setattr(triton_splitkv, "choose_tile", counted)
+    impl = TritonSplitKV()
+    for lens in ((5, 70), (900,), (3, 3, 3)):
+        impl.plan(problem(*lens), device)
+    assert chosen == [False, True]
+    plan = impl.plan(problem(5, 70), device, {"block_n": 16})
+    assert chosen == [False, True] * 2
+    assert plan.config["block_n"] == 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", OURS)
+def test_a_plan_for_other_lengths_waits_for_nothing(impl: type[DecodeImpl], device: torch.device) -> None:
+    """Made while the GPU is busy, and again before the first one's upload is done: each has its own rows."""
+    library = impl()
+    shapes = [problem(700, 1, 33, heads=(8, 2)), problem(9, 2000, 5, heads=(8, 2))]
+    inputs = [make_inputs(shape, 5, device) for shape in shapes]
+    library.plan(shapes[0], device).run(inputs[0], None)  # compiles
+    torch.cuda.synchronize()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
+        torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
+        plans = [library.plan(shape, device) for shape in shapes]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for plan, given in zip(plans, inputs, strict=True):
+        result = check_plan(plan, given, reference(given))
+        assert result.ok, result.reason
