@@ -26,6 +26,7 @@ from harness.env import default_device, environment
 from harness.examine import Examiner
 from harness.inputs import input_sets
 from harness.rounds import take_rounds
+from harness.screen import Screener
 from harness.study import Entry
 from harness.timing import CaptureFailed, Lap, NotTheWork, Timer, judge
 from harness.worker import (
@@ -33,13 +34,16 @@ from harness.worker import (
     BOUNDS,
     METHODS,
     Ceiling,
+    Compile,
     Examine,
     Fatal,
     Load,
     Loaded,
     Measure,
+    Propose,
     Ready,
     Row,
+    Screen,
     Setup,
     Step,
     Task,
@@ -109,6 +113,15 @@ class Bench:
         self._examiner = Examiner(
             self._device, load=self._load, at=self._at, attempt=self._attempt, send=self._send
         )
+        self._screener = Screener(
+            self._device,
+            self._timer,
+            load=self._load,
+            at=self._at,
+            attempt=self._attempt,
+            send=self._send,
+            make_sets=self._make_sets,
+        )
         self.ready = Ready(
             device=kind,
             env=environment(kind),
@@ -128,6 +141,13 @@ class Bench:
             elif isinstance(task, Examine):
                 with self._row_on_failure(list(task.entries)) as settled:
                     self._examiner.examine(task, settled)
+            elif isinstance(task, Screen):
+                with self._row_on_failure(list(task.entries)) as settled:
+                    self._screener.screen(task, settled)
+            elif isinstance(task, Compile):
+                self._screener.compile(task)
+            elif isinstance(task, Propose):
+                self._send(self._screener.propose(task))
             else:
                 self._measure(task)
             self._free()

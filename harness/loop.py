@@ -136,4 +136,8 @@ class Display:
         line.append(f"{row.status:12}", style=STYLES.get(row.status, "dim"))
         self._console.print(line.append(told))
         if row.who != BOUND:
-            self._progress.advance(self._bar)
+            self.advance()
+
+    def advance(self) -> None:
+        """One more of the total is done."""
+        self._progress.advance(self._bar)

@@ -9,7 +9,8 @@ Schema 1 has four kinds of record:
 
 * ``run``: the environment of one run;
 * ``measurement``: one implementation, or the bound, on one case;
-* ``check`` and ``trial``: one verdict of a check and one step of a tuning, both on one case.
+* ``check`` and ``trial``: one verdict of a check and one step of a tuning (or an experiment of the harness with
+  itself, which has an ``experiment`` in place of a ``stage``), both on one case.
 
 Two rows of role ``bound`` are not implementations: :data:`STREAM_READ`, the bound of one case, and
 :data:`READ_CEILING`, the device's own limit, which belongs to a run and no case (``case``, ``problem`` and
@@ -45,6 +46,12 @@ READ_CEILING = "read-ceiling"
 
 SELFTEST_FILE = "selftest.jsonl"
 """The trials in which the harness measures itself, in a folder of their own."""
+
+TUNING_FILE = "tuning.jsonl"
+"""The trials in which our implementations were tuned on a study's cases, beside the records of its runs."""
+
+STAGES = ("screen", "final")
+"""Of a tuning: every configuration alone, in a few samples; and the best of them in shared rounds."""
 
 CHECKS_FILE = "checks.jsonl"
 """The checks of a study, beside the records of its runs."""
@@ -215,6 +222,63 @@ def check_record(
     )
 
 
+def trial_record(
+    *,
+    run_id: str,
+    case: str,
+    impl: str,
+    stage: str,
+    status: str,
+    reason: str | None = None,
+    problem: DecodeProblem,
+    seed: int,
+    tuning: Mapping[str, Any],
+    same_as: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    check: Mapping[str, Any] | None = None,
+    timing: Mapping[str, Any] | None = None,
+) -> Record:
+    """The record of one configuration of an implementation, tried on one case by a tuning.
+
+    Args:
+        run_id: the run it belongs to, which has the device and the versions of the libraries.
+        case: the case's name.
+        impl: implementation id.
+        stage: one of :data:`STAGES`.
+        status: one of :data:`STATUSES`; ``unsupported`` is a configuration that was refused before it was compiled.
+        reason: why the status is not ``ok``; required then.
+        problem: what was computed: every field of its shape.
+        seed: of its inputs.
+        tuning: the configuration; empty for the implementation's own choice.
+        same_as: a configuration tried before that comes to the same plan; then this one has no check and no timing.
+        config: what the plan came to.
+        check: as of a measurement.
+        timing: as of a measurement; there for ``ok`` (without ``same_as``) and ``invalid`` alone.
+
+    Raises:
+        RecordError: naming the key, what was expected and what was got.
+    """
+    return validate(
+        {
+            "kind": "trial",
+            "schema": SCHEMA,
+            "run_id": run_id,
+            "case": case,
+            "impl": impl,
+            "stage": stage,
+            "status": status,
+            "reason": reason,
+            "problem": problem.to_dict(),
+            "seed": seed,
+            "tuning": dict(tuning),
+            "same_as": None if same_as is None else dict(same_as),
+            "config": dict(config or {}),
+            "check": None if check is None else dict(check),
+            "timing": None if timing is None else dict(timing),
+        }
+    )
+
+
 def series_label(record: Mapping[str, Any]) -> str:
     """What a series is called: the implementation's id, and what was asked of it, e.g. ``triton num_splits=8``."""
     asked = record["config"].get("asked") or {}
@@ -348,7 +412,28 @@ def _check_schema(record: Record) -> Record:
         _check_status(record)
         _check_problem(record)
         _check_numbers(record)
+    elif "stage" in record:
+        _check_trial(record)
     return record
+
+
+def _check_trial(record: Record) -> None:
+    _key(record, "stage", lambda v: v in STAGES, f"one of {', '.join(STAGES)}")
+    _check_status(record)
+    _check_problem(record)
+    _check_numbers(record)
+    for key in ("tuning", "config"):
+        _key(record, key, _is_object, "an object")
+    _key(record, "same_as", lambda v: v is None or _is_object(v), "an object or null")
+    alone = record["same_as"] is None
+    if alone and record["status"] in ("ok", "invalid"):
+        # What is timed was checked before.
+        _key(record, "check", _is_object, f"an object, for status {record['status']}")
+        _key(record, "timing", _is_object, f"an object, for status {record['status']}")
+        _check_timing(record["timing"])
+    else:
+        why = f"status {record['status']}" if alone else "what is the same as another"
+        _key(record, "timing", lambda v: v is None, f"null, for {why}")
 
 
 def _check_measurement(record: Record) -> None:

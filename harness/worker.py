@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing import connection
-from typing import Any
+from typing import Any, TypeAlias
 
 from harness.study import Case, Entry
 from impls.catalog import IMPLS
+from impls.space import Configuration
 
 BOUND = -1
 """Who a step or a row belongs to, where it is no entry of the study: the bound of the case."""
@@ -117,7 +118,48 @@ class Examine:
     families: tuple[str, ...]
 
 
-Task = Load | Ceiling | Measure | Examine
+@dataclass(frozen=True, kw_only=True)
+class Propose:
+    """Ask an implementation for the space of its own choices; answered by :class:`Proposal`.
+
+    Args:
+        case: the case.
+        impl: the implementation.
+    """
+
+    case: Case
+    impl: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    """Compile what an entry needs on a case, for the caches of the compilers; answered by one :class:`Row`.
+
+    Args:
+        case: the case; its lengths do not matter.
+        entry: what to compile.
+    """
+
+    case: Case
+    entry: Entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Screen:
+    """Check every entry of one case and, if it is right, take a few samples; answered by one :class:`Row` an entry.
+
+    Args:
+        case: the case.
+        entries: position among the configurations -> what to try.
+        ceiling_gbps: as for :class:`Measure`.
+    """
+
+    case: Case
+    entries: Mapping[int, Entry]
+    ceiling_gbps: float | None
+
+
+Task = Load | Ceiling | Measure | Examine | Propose | Compile | Screen
 
 
 # --- messages: worker -> parent ------------------------------------------------------------------------
@@ -150,6 +192,14 @@ class Loaded:
     reason: str | None
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """The answer to :class:`Propose`: the space, or why there is none."""
+
+    configurations: tuple[Configuration, ...]
+    reason: str | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """What came of one entry, in the terms of a measurement record."""
@@ -162,6 +212,8 @@ class Row:
     plan_us: float | None = None
     check: Mapping[str, Any] | None = None
     timing: Mapping[str, Any] | None = None
+    same_as: int | None = None
+    """The entry that came to the same plan, where there was one before: then this one is not timed."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +227,10 @@ class Fatal:
 @dataclass(frozen=True)
 class Done:
     """The task is finished."""
+
+
+Message: TypeAlias = Step | Loaded | Row | Proposal
+"""What a task is answered with."""
 
 
 class WorkerLost(RuntimeError):
@@ -224,7 +280,7 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, task: Task) -> Iterator[Step | Loaded | Row]:
+    def ask(self, task: Task) -> Iterator[Message]:
         """Send a task and yield what the worker says, until it is done.
 
         Raises:
@@ -310,7 +366,7 @@ class WorkerPool:
         """
         return self._up().ready
 
-    def ask(self, task: Task) -> Iterator[Step | Loaded | Row]:
+    def ask(self, task: Task) -> Iterator[Message]:
         """Like :meth:`Worker.ask`; after a :class:`WorkerLost` the next call has a new worker."""
         worker = self._up()
         try:

@@ -1,0 +1,106 @@
+"""Compiling ahead of a tuning: several processes that leave kernels in the caches of the compilers.
+
+What a kernel is compiled for are heads, head dim, dtype and tile: each is compiled once for all cases of a shape.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+from harness.loop import Display
+from harness.study import Case, Entry
+from harness.worker import Compile, Message, Row, Task, WorkerLost, WorkerPool
+from impls.problem import DecodeProblem
+
+MAX_JOBS = 14
+"""The most processes that compile side by side."""
+
+SHAPE = ("heads_q", "heads_kv", "head_dim", "dtype")
+"""What a kernel is compiled for, beside its tile."""
+
+Variant: TypeAlias = tuple[str, str]
+"""One compiled kernel: an implementation, and shape and tile as text."""
+
+
+class Compiler:
+    """Several processes that fill the caches of the compilers, each kernel once.
+
+    Args:
+        pools: the processes; none leaves compiling to whoever measures.
+        display: told what happens.
+    """
+
+    def __init__(self, pools: Sequence[WorkerPool], display: Display) -> None:
+        self._pools = pools
+        self._display = display
+        self._done: dict[Variant, str | None] = {}
+
+    def compile(self, case: Case, wanted: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[Variant, str]:
+        """Compile what was not compiled before.
+
+        Args:
+            case: its heads, head dim and dtype are compiled for.
+            wanted: implementations and tiles.
+
+        Returns:
+            Why a variant cannot be compiled, for those of this shape that cannot.
+        """
+        variants = {variant(case.problem, impl, tile): Entry(impl=impl, tuning=tile) for impl, tile in wanted}
+        missing = [v for v in variants if v not in self._done]
+        if self._pools and missing:
+            self._display.say(f"{case.name} · compiling {len(missing)} kernels")
+            small = replace(case, problem=replace(case.problem, kv_lens=(2,)))
+            self._done |= self._compile_all({v: Compile(case=small, entry=variants[v]) for v in missing})
+        return {v: reason for v in variants if (reason := self._done.get(v)) is not None}
+
+    def _compile_all(self, tasks: Mapping[Variant, Compile]) -> dict[Variant, str | None]:
+        idle: SimpleQueue[WorkerPool] = SimpleQueue()
+        for pool in self._pools:
+            idle.put(pool)
+
+        def one(task: Compile) -> str | None:
+            pool = idle.get()
+            try:
+                row = last_answer(pool, task, Row)
+            except WorkerLost as lost:
+                return lost.reason
+            finally:
+                idle.put(pool)
+            assert isinstance(row, Row)
+            return row.reason
+
+        with ThreadPoolExecutor(len(self._pools)) as threads:
+            futures = {v: threads.submit(one, task) for v, task in tasks.items()}
+            try:
+                return {v: future.result() for v, future in futures.items()}
+            except BaseException:  # Ctrl-C above all: what is still being compiled is not waited for
+                threads.shutdown(wait=False, cancel_futures=True)
+                for pool in self._pools:
+                    pool.kill()
+                raise
+
+
+def default_jobs(device: str) -> int:
+    """Processes to compile in: what the host has cores for on a GPU; on a CPU one, which is who measures."""
+    return min(MAX_JOBS, max(1, (os.cpu_count() or 1) - 2)) if device == "cuda" else 1
+
+
+def last_answer(pool: WorkerPool, task: Task, kind: type[Message]) -> Message | None:
+    """The last message of a kind that a task is answered with."""
+    answer = None
+    for message in pool.ask(task):
+        if isinstance(message, kind):
+            answer = message
+    return answer
+
+
+def variant(problem: DecodeProblem, impl: str, tile: Mapping[str, Any]) -> Variant:
+    """The kernel that a tile of an implementation is compiled to for a problem."""
+    shape = {key: getattr(problem, key) for key in SHAPE}
+    return impl, json.dumps([shape, dict(tile)], sort_keys=True)
