@@ -72,3 +72,8 @@ def configurations(tiles: Space, refusal: Callable[[Mapping[str, Scalar]], str |
         why = refusal(tile)
         found += [Configuration(tile, splits, why) for splits in expand(SPLIT_SPACE)]
     return found
+
+
+def too_large(need: int, most: int) -> str | None:
+    """The refusal of a tile that needs more bytes of shared memory than a CTA may have, else None."""
+    return f"shared memory: expected <= {most} bytes a CTA, got {need}" if need > most else None

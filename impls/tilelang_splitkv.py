@@ -41,7 +41,7 @@ from torch import Tensor
 
 from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, InputError, Scalar, check_tuning
 from impls.problem import DecodeProblem
-from impls.space import Configuration, Space, configurations
+from impls.space import Configuration, Space, configurations, too_large
 from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan, positive
 from impls.splits import check_offsets
 
@@ -379,22 +379,13 @@ def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, S
     )
 
 
-def tile_refusal(machine: Machine, problem: DecodeProblem, tile: Tile, most_bytes: int) -> str | None:
-    """Why a tile cannot run, known without compiling it; None if nothing is known.
-
-    Args:
-        machine: of the device.
-        problem: heads, head dim and dtype count.
-        tile: the tile.
-        most_bytes: shared memory that the device allows one CTA.
-    """
-    if machine.target == "c":
-        return None if tile.num_stages == 1 else f"num_stages: expected 1 on cpu, got {tile.num_stages}"
+def tile_bytes(machine: Machine, problem: DecodeProblem, tile: Tile) -> int:
+    """Bytes of shared memory that the split kernel of a CUDA machine takes, known without compiling it."""
     row_bytes = machine.padded(problem.head_dim) * problem.element_bytes
     need = (2 * tile.num_stages * tile.block_n + tile.block_h) * row_bytes
     if tile.block_h < 16 * (tile.threads // 32):  # P, and one float a thread for its reductions
         need += tile.block_h * tile.block_n * problem.element_bytes + 4 * tile.threads
-    return f"shared memory: expected <= {most_bytes} bytes a CTA, got {need}" if need > most_bytes else None
+    return need
 
 
 def compute_dtype(machine: Machine, dtype: str) -> str:
@@ -525,11 +516,6 @@ def _sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else CPU_CTAS
 
 
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one CTA may use; 0 on a CPU, where nothing asks."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
-
-
 def missing_compiler() -> str | None:
     """What the C target lacks to compile here, or None: it takes CXX, CC, g++, clang++ or c++."""
     try:
@@ -578,11 +564,14 @@ class TileLangSplitKV:
 
     def configurations(self, problem: DecodeProblem, device: torch.device) -> list[Configuration]:
         """:data:`SPACE` with every way to split; see :class:`impls.space.Tunable`."""
-        machine, most_bytes = choose_machine(device), _shared_memory(device)
+        machine = choose_machine(device)
 
         def refusal(choice: Mapping[str, Scalar]) -> str | None:
             tile = choose_tile(machine, problem, {**TUNING, **choice})
-            return tile_refusal(machine, problem, tile, most_bytes)
+            if machine.target == "c":
+                return None if tile.num_stages == 1 else f"num_stages: expected 1 on cpu, got {tile.num_stages}"
+            most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+            return too_large(tile_bytes(machine, problem, tile), most)
 
         return configurations(SPACE, refusal)
 

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, check_tuning
 from impls.problem import DecodeProblem
-from impls.space import Configuration, Space, configurations
+from impls.space import Configuration, Space, configurations, too_large
 from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan, positive
 
 # Triton decides between compiler and interpreter when it is imported.
@@ -314,21 +314,15 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
     )
 
 
-def tile_refusal(problem: DecodeProblem, device: torch.device, tile: Tile) -> str | None:
-    """Why a tile cannot run on a device, known without compiling it; None if nothing is known.
+def tile_bytes(problem: DecodeProblem, tile: Tile, *, wgmma: bool) -> int:
+    """Bytes of shared memory that the compiled split kernel takes, known without compiling it.
 
-    The compiler keeps K and V in ``num_stages`` buffers for a wgmma, in one fewer for other products; Q and, but
-    for a wgmma, P go through shared memory too.
+    The compiler keeps K and V in ``num_stages`` buffers for a wgmma (sm_90, 64 rows), in one fewer for other
+    products. Q goes through shared memory too, and P but for a wgmma.
     """
-    if device.type != "cuda":
-        return None
-    wgmma = tile.block_h >= 64 and torch.cuda.get_device_capability(device) == (9, 0)
     buffers = tile.num_stages if wgmma else max(1, tile.num_stages - 1)
     need = (2 * buffers * tile.block_n + tile.block_h) * block_d(problem.head_dim) * problem.element_bytes
-    if not wgmma:
-        need += tile.block_h * tile.block_n * problem.element_bytes
-    most = shared_memory(device)
-    return f"shared memory: expected <= {most} bytes a CTA, got {need}" if need > most else None
+    return need if wgmma else need + tile.block_h * tile.block_n * problem.element_bytes
 
 
 def is_short(problem: DecodeProblem, device: torch.device) -> bool:
@@ -452,8 +446,11 @@ class TritonSplitKV:
         """:data:`SPACE` with every way to split; see :class:`impls.space.Tunable`."""
 
         def refusal(choice: Mapping[str, Scalar]) -> str | None:
+            if device.type == "cpu":
+                return None
             tile = choose_tile(problem, device, {**TUNING, **choice}, short=False)
-            return tile_refusal(problem, device, tile)
+            wgmma = tile.block_h >= 64 and torch.cuda.get_device_capability(device) == (9, 0)
+            return too_large(tile_bytes(problem, tile, wgmma=wgmma), shared_memory(device))
 
         return configurations(SPACE, refusal)
 

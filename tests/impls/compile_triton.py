@@ -1,7 +1,8 @@
 """Asks Triton's compiler about our kernels without a GPU: ``python -m tests.impls.compile_triton QUESTION``.
 
 ``resources`` compiles the tiles that the rule picks on an H200 to cubins for sm_90 and prints, for each, what
-ptxas allotted. ``variants`` prints how many specialisations 20 batches ask the JIT for. Both print JSON.
+ptxas allotted. ``variants`` prints how many specialisations 20 batches ask the JIT for. ``space`` prints, for some
+of the tiles that a tuner tries, the shared memory that was predicted and that was allotted. All print JSON.
 
 A process of its own, because a process that interprets Triton kernels cannot compile them.
 """
@@ -122,5 +123,16 @@ def variants() -> dict[str, int]:
     return {name: len(found) for name, found in keys.items()}
 
 
+def space() -> dict[str, list[int]]:
+    """Bytes of shared memory, predicted and allotted, by tile."""
+    out = {}
+    for head_dim, *shape in ((128, 128, 16, 4, 4), (64, 64, 16, 2, 8), (128, 64, 64, 2, 4), (96, 32, 32, 3, 4)):
+        problem = DecodeProblem(kv_lens=(), heads_q=8, heads_kv=8, head_dim=head_dim)
+        tile = Tile(*shape)
+        predicted = triton_splitkv.tile_bytes(problem, tile, wgmma=tile.block_h >= 64)
+        out[f"d{head_dim} {tile}"] = [predicted, compile_split(head_dim, problem.dtype, tile)["shared"]]
+    return out
+
+
 if __name__ == "__main__":
-    print(json.dumps({"resources": resources, "variants": variants}[sys.argv[1]]()))
+    print(json.dumps({"resources": resources, "variants": variants, "space": space}[sys.argv[1]]()))
