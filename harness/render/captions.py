@@ -12,10 +12,12 @@ from harness.render.frame import Comparison, each
 from harness.render.groups import (
     ABOUT_EQUAL,
     MIN_BATCHES,
+    by_case,
     curves_of,
     launch_floor,
     pairs_of,
     sweeps_of,
+    thinned_text,
     uneven_cases,
 )
 from harness.render.plots_detail import parts_cases
@@ -148,7 +150,7 @@ def _splits_reading(comparison: Comparison) -> str:
     return (
         "Fixed counts cut every sequence into that many equal splits. A ring is the default: its largest count and"
         " its latency; a star is the best fixed count. The table below says what too few and too many cost."
-    )
+    ) + thinned_text(len(by_case(curves_of(comparison))), "cases")
 
 
 def _parts(comparison: Comparison) -> str:
@@ -187,8 +189,8 @@ def _batch(comparison: Comparison) -> str:
     drops = [
         (float(before.share - after.share), before, after)
         for sweep in sweeps_of(comparison)
-        for _, mine in sweep.rows.groupby("label", sort=False)
-        for before, after in pairwise(each(mine))
+        for before, after in pairwise(each(sweep.rows.sort_values(["label", "batch"], kind="stable")))
+        if before.label == after.label
     ]
     drop, before, after = max(drops, key=lambda found: found[0])
     if drop <= 0:
@@ -197,6 +199,10 @@ def _batch(comparison: Comparison) -> str:
         f"The steepest cliff is {code(before.label)}'s: from {before.share:.0f} % of the bound at {before.batch} to"
         f" {after.share:.0f} % at {after.batch} sequences of {before.max_kv:,} keys."
     )
+
+
+def _batch_reading(comparison: Comparison) -> str:
+    return "Lines join the batches of one length." + thinned_text(len(sweeps_of(comparison)), "lengths")
 
 
 def _error(comparison: Comparison) -> str:
@@ -241,9 +247,9 @@ def _skew_reading(comparison: Comparison) -> str:
     text = (
         f"Beside each uneven batch the uniform one of its shape that is nearest in bytes, within {ABOUT_EQUAL} ×."
     )
-    alone = [
-        case for case in uneven_cases(comparison) if case not in {pair.uneven for pair in pairs_of(comparison)}
-    ]
+    paired_cases = {pair.uneven for pair in pairs_of(comparison)}
+    text += thinned_text(len(paired_cases), "pairs")
+    alone = [case for case in uneven_cases(comparison) if case not in paired_cases]
     if alone:
         text += f" Without one in the study: {', '.join(map(code, alone))}."
     return text
@@ -312,7 +318,9 @@ CAPTIONS: Mapping[str, Caption] = {
         _parts_reading,
         _no_parts,
     ),
-    "batch": Caption("Share of the bound against the batch size, a panel a length", _batch, _nothing, _no_sweep),
+    "batch": Caption(
+        "Share of the bound against the batch size, a panel a length", _batch, _batch_reading, _no_sweep
+    ),
     "error": Caption(
         "Relative L2 error, and the worst row's error over its budget, against the longest sequence",
         _error,

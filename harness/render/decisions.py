@@ -40,16 +40,16 @@ def decide(comparison: Comparison) -> list[Decision]:
     """The answer for every case, in their order; none from a run on a CPU, which tells nothing about speed."""
     if comparison.functional:
         return []
-    timed = comparison.impls[comparison.impls["slowdown"].notna()]
-    by_case = {str(case): mine.sort_values("us", kind="stable") for case, mine in timed.groupby("case", sort=False)}
-    return [
-        _decide(case, by_case[case], comparison.smallest_effect) if case in by_case else Decision(case)
-        for case in comparison.cases
-    ]
+    by_case: dict[str, list[Any]] = {case: [] for case in comparison.cases}
+    for row in each(comparison.impls[comparison.impls["slowdown"].notna()]):
+        by_case[row.case].append(row)
+    return [_decide(case, rows, comparison.smallest_effect) for case, rows in by_case.items()]
 
 
-def _decide(case: str, rows: pd.DataFrame, smallest: float) -> Decision:
-    best, *others = each(rows)
+def _decide(case: str, rows: Sequence[Any], smallest: float) -> Decision:
+    if not rows:
+        return Decision(case)
+    best, *others = sorted(rows, key=lambda row: float(row.us))
     own = None
     if best.asked_splits is not None:
         own = next((row for row in others if row.family == best.family and row.asked_splits is None), None)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 
 from harness.render.frame import Comparison, each
+
+T = TypeVar("T")
 
 MIN_BATCHES = 3
 """The fewest batch sizes of one length that show where a kernel falls off."""
@@ -23,6 +25,9 @@ ABOUT_EQUAL = 1.5
 
 MIN_BOUNDS = 3
 """The fewest sizes of the bound from which its launch floor is read."""
+
+MAX_PANELS = 8
+"""The most sweeps, cases of split counts, or pairs that one figure shows; tables and records have all."""
 
 _SHAPE = ("heads_q", "heads_kv", "head_dim", "dtype", "device", "study")
 
@@ -123,13 +128,15 @@ def curves_of(comparison: Comparison) -> list[Curve]:
     """Every implementation and case at :data:`MIN_COUNTS` fixed split counts or more, cases in their order."""
     if comparison.functional:
         return []
-    timed = comparison.impls[comparison.impls["us"].notna()]
+    timed: dict[tuple[str, str], list[Any]] = {}
+    for row in each(comparison.impls[comparison.impls["us"].notna()]):
+        timed.setdefault((row.case, row.family), []).append(row)
     curves = []
-    for (case, family), mine in timed.groupby(["case", "family"], sort=False):
-        fixed = mine[mine["asked_splits"].notna()].sort_values("asked_splits", kind="stable")
-        if fixed["asked_splits"].nunique() >= MIN_COUNTS:
-            own = next(iter(each(mine[mine["asked_splits"].isna()])), None)
-            curves.append(Curve(str(case), str(family), tuple(each(fixed)), own))
+    for (case, family), rows in timed.items():
+        fixed = sorted((row for row in rows if row.asked_splits is not None), key=lambda row: row.asked_splits)
+        if len({row.asked_splits for row in fixed}) >= MIN_COUNTS:
+            own = next((row for row in rows if row.asked_splits is None), None)
+            curves.append(Curve(case, family, tuple(fixed), own))
     return curves
 
 
@@ -139,6 +146,17 @@ def by_case(curves: Sequence[Curve]) -> Mapping[str, list[Curve]]:
     for curve in curves:
         found.setdefault(curve.case, []).append(curve)
     return found
+
+
+def thinned(items: Sequence[T]) -> list[T]:
+    """All of them, or :data:`MAX_PANELS` evenly spaced ones."""
+    n = len(items)
+    return list(items) if n <= MAX_PANELS else [items[i * (n - 1) // (MAX_PANELS - 1)] for i in range(MAX_PANELS)]
+
+
+def thinned_text(n: int, what: str) -> str:
+    """A sentence on what a figure leaves out, where it does."""
+    return f" {MAX_PANELS} of {n} {what} are drawn." if n > MAX_PANELS else ""
 
 
 def _with_share(comparison: Comparison) -> pd.DataFrame:

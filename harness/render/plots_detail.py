@@ -15,7 +15,7 @@ from scipy.stats import norm
 
 from harness.render import looks
 from harness.render.frame import Comparison
-from harness.render.groups import Curve, by_case, curves_of
+from harness.render.groups import Curve, by_case, curves_of, thinned
 from harness.render.looks import ALARM_COLOUR, BOUND_COLOUR, WORD_COLOURS
 from harness.render.plots_speed import draw_matrix
 
@@ -40,9 +40,10 @@ FLOOR_DASHES = ((0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))
 
 def splits(comparison: Comparison) -> Figure | None:
     """Latency against the split count, a panel a case; the default's choice and the best count are marked."""
-    cases = by_case(curves_of(comparison))
-    if not cases:
+    of_case = by_case(curves_of(comparison))
+    if not of_case:
         return None
+    cases = {case: of_case[case] for case in thinned(list(of_case))}
     figure, axes = looks.panels(len(cases), columns=3, height=2.7)
     for ax, (case, curves) in zip(axes, cases.items(), strict=True):
         _draw_curves(comparison, ax, case, curves)

@@ -18,7 +18,7 @@ from seaborn import color_palette
 
 from harness.render import looks
 from harness.render.frame import Comparison, each
-from harness.render.groups import Sweep, launch_floor, pairs_of, sweeps_of
+from harness.render.groups import Sweep, launch_floor, pairs_of, sweeps_of, thinned
 from harness.render.looks import BOUND_COLOUR, QUIET_COLOUR, TIE_COLOUR, WORD_COLOURS
 from harness.render.text import bytes_text
 
@@ -200,7 +200,7 @@ def draw_latency(comparison: Comparison, ax: Axes, device: str) -> dict[str, dic
 
 def batch(comparison: Comparison) -> Figure | None:
     """Share of the bound against the batch size, a panel for each length that a study holds at several."""
-    sweeps = sweeps_of(comparison)
+    sweeps = thinned(sweeps_of(comparison))
     if not sweeps:
         return None
     figure, axes = looks.panels(len(sweeps), columns=2, height=3.0, sharey=True)
@@ -229,7 +229,7 @@ def _draw_sweep(comparison: Comparison, ax: Axes, sweep: Sweep) -> None:
 
 def skew(comparison: Comparison) -> Figure | None:
     """Uneven batches beside uniform ones of about the same bytes, as % of the bound."""
-    pairs = pairs_of(comparison)
+    pairs = thinned(pairs_of(comparison))
     if not pairs:
         return None
     figure, ax = looks.make_figure(height=1.6 + 0.75 * len(pairs))

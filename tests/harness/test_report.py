@@ -20,7 +20,7 @@ from harness.render.captions import CAPTIONS
 from harness.render.decisions import decide
 from harness.render.figures import FIGURES
 from harness.render.frame import load
-from harness.render.groups import curves_of, launch_floor, pairs_of, sweeps_of
+from harness.render.groups import MAX_PANELS, curves_of, launch_floor, pairs_of, sweeps_of
 from harness.render.looks import RC, SPARE, STYLES, WIDTH
 from harness.render.plots_detail import rounding_floor
 from impls.catalog import IMPLS
@@ -198,6 +198,16 @@ def test_a_batch_sweep_names_the_steepest_cliff(tmp_path: Path) -> None:
     told = section(text_of(folder), "Batch size")
     assert "figures/batch.png" in told
     assert re.search(r"The steepest cliff is `flash-attn-3`'s: from 8\d % of the bound at 16 to 4\d % at 64", told)
+
+
+def test_a_figure_shows_so_many_panels_and_says_of_how_many(tmp_path: Path) -> None:
+    cases = {f"b{b}_{n}": fake.problem([n] * b) for n in range(100, 1200, 100) for b in (1, 2, 4)}
+    comparison = load([fake.write(tmp_path / "study", fake.gpu_records(cases, n=5))])
+    assert len(sweeps_of(comparison)) == 11
+    figure = FIGURES["batch"](comparison)
+    assert figure is not None
+    assert len(figure.axes) == MAX_PANELS
+    assert CAPTIONS["batch"].reading(comparison).endswith(f"{MAX_PANELS} of 11 lengths are drawn.")
 
 
 def test_uneven_batches_stand_beside_even_ones_of_about_the_same_bytes(tmp_path: Path) -> None:

@@ -173,3 +173,13 @@ def test_the_interval_of_a_share() -> None:
     assert low < 0.05 < high
     assert (low, high) == pytest.approx((0.0274, 0.0896), abs=1e-3)
     assert stats.share_interval(0, 20)[0] == 0.0
+
+
+@pytest.mark.parametrize("n", [3, 7, 20, 41])
+def test_the_ends_of_an_interval_are_numpys_to_the_last_bit(n: int) -> None:
+    rng = np.random.default_rng(n)
+    for _ in range(50):
+        samples = rng.lognormal(size=n) * 10 ** rng.uniform(-3, 5)
+        found = stats.median_interval(list(samples))
+        low, high = np.quantile(stats._resampled_medians(samples), [0.025, 0.975])
+        assert (found.low, found.high) == (low, high)
