@@ -246,7 +246,7 @@ def test_a_check_that_is_interrupted_ends_at_once_and_keeps_what_was_complete(tm
     interrupted = threading.Event()
 
     def interrupt() -> None:
-        while not path.exists():
+        while not (path.exists() and path.read_bytes().count(b'"first"') == 2):
             time.sleep(0.05)
         interrupted.set()
         os.kill(os.getpid(), signal.SIGINT)  # to the process: the main thread waits
