@@ -6,6 +6,8 @@ No verb computes in this process: the loop has its worker for that. So nothing h
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -32,8 +34,9 @@ from harness.study import (
     study_folder,
 )
 from harness.worker import METHODS, Setup, WorkerLost, WorkerPool
+from harness.workloads import WorkloadError, parse_lengths
 from impls.catalog import IMPLS, OURS
-from impls.problem import DTYPE_BYTES, DecodeProblem
+from impls.problem import DTYPE_BYTES, DecodeProblem, ProblemError
 
 app = typer.Typer(
     help="Which split-KV decode kernel for this batch, and how far is it from the speed of memory?",
@@ -270,6 +273,78 @@ def selftest(
 
 
 @app.command()
+def tune(
+    study: StudyArgument,
+    impls: Annotated[str, typer.Option(metavar="NAME,...", help="Of our implementations.")] = ",".join(OURS),
+    cases: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Cases of the study.", show_default="all")
+    ] = None,
+    budget_s: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0.0, help="Begin no case after this.", show_default="none"),
+    ] = None,
+    device: DeviceOption = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes that compile.", show_default="by the cores, where there is a GPU"),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run; try everything again.")] = False,
+) -> None:
+    """Try our kernels' configurations on each case, and compare the best with their own choice: the regret.
+
+    Every configuration is checked before it is timed. A tuning that was interrupted is continued; what is there is
+    not tried again. Fails if nothing could be compared.
+    """
+    from harness.tune import told, tune_study
+
+    names = impls.split(",")
+    for name in names:
+        if name not in IMPLS:
+            raise StudyError(f"--impls: expected some of {', '.join(IMPLS)}, got {name!r}")
+    summary = tune_study(
+        load_study(study),
+        impls=names,
+        cases=None if cases is None else cases.split(","),
+        budget_s=math.inf if budget_s is None else budget_s,
+        fresh=fresh,
+        device=device,
+        jobs=jobs,
+        console=progress,
+    )
+    table = _table("case", "implementation", "")
+    for row in summary.tuned:
+        table.add_row(row.case, row.impl, told(row))
+    console.print(table)
+    if summary.left:
+        console.print(f"no time for: {', '.join(summary.left)}; the same command goes on with them", soft_wrap=True)
+    console.print(f"{summary.run_id} is in {summary.records}", soft_wrap=True)
+    if not summary.succeeded:
+        raise typer.Exit(1)
+
+
+@app.command()
+def recommend(
+    kv_lens: Annotated[
+        str,
+        typer.Option(
+            metavar="COUNTxLENGTH,...", help="Keys of each sequence, e.g. 1x131072,31x1024.", show_default=False
+        ),
+    ],
+    heads: Annotated[
+        str, typer.Option(metavar="HEADS_Q/HEADS_KV", help="Query heads and KV heads.", show_default=False)
+    ],
+    head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 128,
+    dtype: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPE_BYTES)}.")] = "bfloat16",
+    records: Annotated[str, typer.Option(metavar="STUDY", help="Whose records to ask.")] = "h200-decode",
+) -> None:
+    """Say what to run for a batch, with how many splits, what to expect, and on what evidence. Needs no GPU."""
+    from harness.advice import show
+    from harness.recommend import recommend as advise
+
+    show(advise(_problem(kv_lens, heads, head_dim, dtype), study_folder(find_study(records))), console)
+
+
+@app.command()
 def expand(study: StudyArgument) -> None:
     """Print a study with nothing left to work out: plain lengths and heads, and their source."""
     typer.echo(expand_study(load_study(study)), nl=False)
@@ -291,6 +366,23 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _say_error(str(error))
         raise SystemExit(2) from error
     raise SystemExit(0)
+
+
+def _problem(kv_lens: str, heads: str, head_dim: int, dtype: str) -> DecodeProblem:
+    """A problem from the words of a command line."""
+    found = re.fullmatch(r"(\d+)/(\d+)", heads, re.ASCII)
+    if found is None:
+        raise StudyError(f"--heads: expected query heads over KV heads as in 32/8, got {heads!r}")
+    try:
+        lens = parse_lengths(kv_lens)
+        problem = DecodeProblem(
+            kv_lens=lens, heads_q=int(found[1]), heads_kv=int(found[2]), head_dim=head_dim, dtype=dtype
+        )
+    except (WorkloadError, ProblemError) as error:
+        raise StudyError(str(error)) from error
+    if not problem.total_kv:
+        raise StudyError(f"--kv-lens: expected at least one key, got {kv_lens!r}")
+    return problem
 
 
 def _say_error(text: str) -> None:

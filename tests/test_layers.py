@@ -19,7 +19,7 @@ PLOTTING = {"matplotlib", "pandas", "seaborn", "scipy"}
 
 LIGHT = (
     *("harness.study", "harness.workloads", "harness.families"),
-    *("harness.record", "harness.cost", "harness.stats", "harness.render"),
+    *("harness.record", "harness.cost", "harness.stats", "harness.render", "harness.tuning", "harness.unseen"),
 )
 """What reads studies and renders reports: it must work where no library of :data:`HEAVY` is installed."""
 
@@ -127,7 +127,10 @@ def test_nobody_imports_the_command_line() -> None:
     assert offenders(others, ("harness.cli",)) == []
 
 
-MEASURING = ("harness.runner", "harness.worker", "harness.bench", "harness.probe")
+MEASURING = (
+    *("harness.runner", "harness.loop", "harness.tune", "harness.compiler"),
+    *("harness.worker", "harness.bench", "harness.screen", "harness.probe"),
+)
 
 
 def test_the_tools_of_the_loop_do_not_import_the_loop() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 
 import harness.cli
+import harness.tune
 from harness.cli import main
 from harness.runner import Outcome, RunError, RunSummary
+from harness.stats import Estimate
 from harness.study import Study, load_study
+from harness.tuning import Tuned
 from impls.catalog import IMPLS, OURS
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +68,18 @@ def test_help_names_the_verbs_and_loads_nothing_heavy() -> None:
     assert not {"torch", "triton", "tilelang", "numpy", "pandas", "matplotlib", "seaborn"} & set(last.split())
     shown = [line.split()[1] for line in text if line.startswith("│ ")]
     verbs = [command.callback.__name__ for command in harness.cli.app.registered_commands if command.callback]
-    assert verbs == ["doctor", "check", "run", "render", "export", "compare", "selftest", "expand"]
+    assert verbs == [
+        "doctor",
+        "check",
+        "run",
+        "render",
+        "export",
+        "compare",
+        "selftest",
+        "tune",
+        "recommend",
+        "expand",
+    ]
     assert set(verbs) <= set(shown)
 
 
@@ -331,3 +346,69 @@ def test_render_is_asked_for_the_folders_of_the_studies(
     assert exit_code("render", study, ROOT / "reports" / "quick", *arguments) == 0
     assert asked == [Path("reports/mine"), ROOT / "reports" / "quick"]
     assert capsys.readouterr().out == "reports/mine/README.md\n"
+
+
+# --- tune -------------------------------------------------------------------------------------------------
+
+
+class FakeTuning:
+    """In place of ``tune_study``: remembers what it was asked, and has one case done."""
+
+    def __init__(self, *, regret: bool = True, left: tuple[str, ...] = ()) -> None:
+        self.regret = regret
+        self.left = left
+        self.asked: dict[str, Any] = {}
+
+    def __call__(self, study: Study, **asked: Any) -> harness.tune.Summary:
+        self.asked = asked
+        row = Tuned(
+            case="a",
+            impl="triton-splitkv",
+            run_id="R1",
+            problem={},
+            tried={"ok": 60, "unsupported": 3},
+            distinct=50,
+            best={"block_n": 64, "num_splits": 8},
+            best_us=10.0,
+            default_us=11.0,
+            regret=Estimate(1.1, 1.09, 1.11, 20) if self.regret else None,
+            reason=None if self.regret else "own choice: wrong: row 1",
+        )
+        return harness.tune.Summary(
+            run_id="R1", records=study.folder / "tuning.jsonl", tuned=(row,), left=self.left
+        )
+
+
+def test_tune_passes_on_what_was_asked(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeTuning()
+    monkeypatch.setattr(harness.tune, "tune_study", fake)
+    assert exit_code("tune", study) == 0
+    assert (fake.asked["impls"], fake.asked["cases"], fake.asked["budget_s"]) == (list(OURS), None, math.inf)
+    options = ("--impls", "triton-splitkv", "--cases", "a,b", "--budget-s", "90", "--jobs", "3", "--fresh")
+    assert exit_code("tune", study, *options) == 0
+    assert (fake.asked["impls"], fake.asked["cases"]) == (["triton-splitkv"], ["a", "b"])
+    assert (fake.asked["budget_s"], fake.asked["jobs"], fake.asked["fresh"]) == (90.0, 3, True)
+
+
+def test_tune_prints_the_regret_and_what_is_left(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness.tune, "tune_study", FakeTuning(left=("b",)))
+    assert exit_code("tune", study) == 0
+    out = [" ".join(line) for line in lines(capsys.readouterr().out)]
+    assert out[1:] == [
+        "a triton-splitkv 60 ok, 3 unsupported; own choice 11 µs, 1.100 [1.090, 1.110] times the best: block_n=64 "
+        "num_splits=8",
+        "no time for: b; the same command goes on with them",
+        "R1 is in reports/mine/tuning.jsonl",
+    ]
+
+
+def test_tune_fails_if_nothing_could_be_compared(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness.tune, "tune_study", FakeTuning(regret=False))
+    assert exit_code("tune", study) == 1
+    assert "no comparison: own choice: wrong: row 1" in capsys.readouterr().out
+    assert exit_code("tune", study, "--impls", "mine") == 2
+    assert "error: --impls: expected some of " in capsys.readouterr().err

@@ -1,0 +1,352 @@
+"""What to run for a batch that was not measured: from committed records, without a GPU.
+
+The expected time of an implementation is the time of the bound over the share of it that the implementation reached
+on the nearest recorded cases:
+
+* the bound of a batch is interpolated between the recorded ones by their bytes of K and V, on a straight line
+  between two neighbours and along the last one beyond the ends;
+* the share is the geometric mean over the :data:`NEAREST` recorded cases nearest to the batch (:func:`distance`),
+  weighted by ``(distance + 1/4) ** -2``;
+* how far that may be off is measured, not assumed: each recorded case is predicted from all others by the same
+  rule, and the largest miss among the nearest cases is the stated uncertainty.
+
+A batch that was recorded itself is not predicted: then the records are the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness import stats
+from harness.record import READ_CEILING, STREAM_READ, TUNING_FILE, Record, RecordError, read, records_file
+from harness.render.rows import add_ratios, device_of, newest, row_of
+from harness.tuning import Tuned, tuned
+from impls.catalog import ABLATIONS, OURS
+from impls.problem import DecodeProblem
+
+NEAREST = 3
+"""Recorded cases that an expectation is made of."""
+
+FAR = 2.0
+"""A distance, in doublings, from which on an expectation is called an extrapolation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One recorded case.
+
+    Args:
+        name: the case's name.
+        problem: what was computed.
+        run: the environment it was measured in.
+        bound_us: time of the bound.
+        rows: implementation -> its row as of :mod:`harness.render.rows`, for those that are ``ok``.
+        configs: implementation -> what its plan came to.
+    """
+
+    name: str
+    problem: DecodeProblem
+    run: Record
+    bound_us: float
+    rows: Mapping[str, Mapping[str, Any]]
+    configs: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """One implementation on the batch.
+
+    Args:
+        impl: implementation id.
+        us: its expected time.
+        low: the lower end of what the miss allows.
+        high: the upper end.
+        share: of the bound, from 0 to 1.
+        miss: the largest error of the same rule on the nearest cases, as a share; None where the batch itself was
+            recorded, and the interval is that of the median.
+        cases: the recorded cases it is made of, nearest first.
+    """
+
+    impl: str
+    us: float
+    low: float
+    high: float
+    share: float
+    miss: float | None
+    cases: tuple[Seen, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """The answer.
+
+    Args:
+        problem: the batch.
+        bound_us: expected time of the bound.
+        ranking: what to expect of each implementation, fastest first.
+        ties: implementations that the records cannot tell from the first: on the nearest case it is not slower, or
+            on another of the nearest it is faster.
+        splits: implementation -> (length -> splits), for ours among the first and its ties, with the CTAs of all.
+        ctas: implementation -> CTAs of its split kernel.
+        tiles: implementation -> the case whose tile that is computed with.
+        far: why this is an extrapolation; empty where it is none.
+        tuning: implementation -> what a tuning found on the nearest cases, where there was one.
+        coverage: of the first place, as of :func:`coverage`.
+        device: the GPU of the records.
+        sm_count: its SMs.
+    """
+
+    problem: DecodeProblem
+    bound_us: float
+    ranking: tuple[Expectation, ...]
+    ties: tuple[str, ...]
+    splits: Mapping[str, Mapping[int, int]]
+    ctas: Mapping[str, int]
+    tiles: Mapping[str, str]
+    far: tuple[str, ...]
+    tuning: Mapping[str, Sequence[Tuned]]
+    coverage: tuple[int, int]
+    device: str
+    sm_count: int
+
+
+def recommend(problem: DecodeProblem, folder: Path) -> Advice:
+    """The advice for a batch.
+
+    Args:
+        problem: at least one key.
+        folder: of a study that was run on a GPU.
+
+    Raises:
+        RecordError: for a folder without timed records of one GPU, with their bounds.
+        ValueError: for a batch without keys.
+    """
+    if not problem.total_kv:
+        raise ValueError("kv_lens: expected at least one key, got none: there is nothing to run")
+    seen = read_cases(folder)
+    same = next((case for case in seen if case.problem == problem), None)
+    impls = [impl for impl in dict.fromkeys(impl for case in seen for impl in case.rows) if impl not in ABLATIONS]
+    found = [made for impl in impls if (made := expect(problem, impl, seen, same)) is not None]
+    if not found:
+        raise RecordError(f"{folder}: expected an implementation that is ok on this case, got none")
+    ranking = tuple(sorted(found, key=lambda made: made.us))
+    first = ranking[0]
+    ties = tuple(made.impl for made in ranking[1:] if _is_tie(first, made.impl))
+    sm_count = int(seen[0].run["env"]["sm_count"])
+    splits, ctas, tiles = {}, {}, {}
+    for made in ranking:
+        if made.impl in OURS and made.impl in (first.impl, *ties):
+            tile = _tile_of(problem, made.impl, seen)
+            splits[made.impl], ctas[made.impl] = _splits(problem, tile.configs[made.impl], sm_count)
+            tiles[made.impl] = tile.name
+    path = folder / TUNING_FILE
+    known = tuned(read(path)) if path.exists() else []
+    names = [case.name for case in first.cases]
+    return Advice(
+        problem=problem,
+        bound_us=same.bound_us if same else bound_us(problem.kv_bytes, seen),
+        ranking=ranking,
+        ties=ties,
+        splits=splits,
+        ctas=ctas,
+        tiles=tiles,
+        far=() if same else tuple(_far(problem, first.cases)),
+        tuning={impl: [row for row in known if row.impl == impl and row.case in names] for impl in splits},
+        coverage=coverage(first.impl, seen),
+        device=device_of(seen[0].run),
+        sm_count=sm_count,
+    )
+
+
+def read_cases(folder: Path) -> list[Seen]:
+    """The recorded cases of a study that have a bound.
+
+    Raises:
+        RecordError: for a folder without records, on a CPU, of several devices, or without a bound.
+    """
+    path = folder / records_file()
+    if not path.is_file():
+        raise RecordError(f"{path}: expected the records of a run on a GPU, got no such file")
+    records = read(path)
+    runs = {r["run_id"]: r for r in records if r["kind"] == "run"}
+    measured = [r for r in newest(r for r in records if r["kind"] == "measurement") if r["impl"] != READ_CEILING]
+    devices = {device_of(runs[r["run_id"]]) for r in measured}
+    if len(devices) != 1 or any(runs[r["run_id"]]["env"].get("device") != "cuda" for r in measured):
+        raise RecordError(f"{path}: expected records of one GPU, got {', '.join(sorted(devices)) or 'none'}")
+    rows = [(r, row_of(r) | {"case": r["case"], "study": folder.name}) for r in measured]
+    effects = {run_id: run.get("smallest_effect", stats.SMALLEST_EFFECT) for run_id, run in runs.items()}
+    add_ratios([row for _, row in rows], effects)
+    seen = []
+    for name in dict.fromkeys(r["case"] for r in measured):
+        mine = [(r, row) for r, row in rows if r["case"] == name and row.get("us") is not None]
+        bound = next((row for r, row in mine if r["impl"] == STREAM_READ), None)
+        # A series with something asked of it (a split count) is another choice than an implementation's own.
+        own = [(r, row) for r, row in mine if r["role"] == "impl" and not r["config"].get("asked")]
+        if bound is not None and own:
+            seen.append(
+                Seen(
+                    name=name,
+                    problem=DecodeProblem.from_dict(own[0][0]["problem"]),
+                    run=runs[own[0][0]["run_id"]],
+                    bound_us=bound["us"],
+                    rows={r["impl"]: row for r, row in own if row.get("share") is not None},
+                    configs={r["impl"]: r["config"] for r, _ in own},
+                )
+            )
+    if len(seen) < NEAREST + 2:
+        raise RecordError(f"{path}: expected at least {NEAREST + 2} cases with a bound, got {len(seen)}")
+    return seen
+
+
+def distance(problem: DecodeProblem, other: DecodeProblem) -> float:
+    """How far two batches are apart, in doublings of bytes.
+
+    A doubling of the bytes of K and V, or of the skew (longest over mean length), counts 1; of the CTAs that there
+    are without splitting (batch times KV heads) or of the head dim 1/2; of the query heads that share a KV head, or
+    another dtype, 1/4.
+    """
+
+    def doublings(value: float, by: float) -> float:
+        return abs(math.log2(value / by))
+
+    return (
+        doublings(problem.kv_bytes, other.kv_bytes)
+        + doublings(skew(problem), skew(other))
+        + doublings(problem.batch * problem.heads_kv, other.batch * other.heads_kv) / 2
+        + doublings(problem.head_dim, other.head_dim) / 2
+        + doublings(problem.group, other.group) / 4
+        + (problem.dtype != other.dtype) / 4
+    )
+
+
+def skew(problem: DecodeProblem) -> float:
+    """The longest sequence over the mean one: 1 where all are alike."""
+    return problem.max_kv * problem.batch / problem.total_kv
+
+
+def bound_us(kv_bytes: int, seen: Iterable[Seen]) -> float:
+    """The time of the bound for so many bytes, on straight lines through the recorded ones; µs."""
+    by_bytes: dict[int, list[float]] = {}
+    for case in seen:
+        by_bytes.setdefault(case.problem.kv_bytes, []).append(case.bound_us)
+    points = sorted((size, sum(times) / len(times)) for size, times in by_bytes.items())
+    after = next((i for i, (size, _) in enumerate(points) if size >= kv_bytes), len(points))
+    place = min(max(after, 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    return y0 + (y1 - y0) * (kv_bytes - x0) / (x1 - x0)
+
+
+def expect(problem: DecodeProblem, impl: str, seen: Sequence[Seen], same: Seen | None = None) -> Expectation | None:
+    """What to expect of an implementation; None where too few cases have it, or the recorded batch does not.
+
+    Args:
+        problem: the batch.
+        impl: implementation id.
+        seen: the recorded cases.
+        same: the one of them that is this very batch.
+    """
+    if same is not None:
+        if (row := same.rows.get(impl)) is None:
+            return None
+        share = row["share"] / 100
+        return Expectation(
+            impl=impl, us=row["us"], low=row["us_low"], high=row["us_high"], share=share, miss=None, cases=(same,)
+        )
+    made = _predict(problem, impl, seen)
+    if made is None:
+        return None
+    misses = []
+    for case in made.cases:
+        others = [other for other in seen if other is not case]
+        if (guess := _predict(case.problem, impl, others)) is not None:
+            misses.append(abs(math.log(case.rows[impl]["us"] / guess.us)))
+    if not misses:
+        return None
+    factor = math.exp(max(misses))
+    return replace(made, low=made.us / factor, high=made.us * factor, miss=factor - 1)
+
+
+def coverage(impl: str, seen: Sequence[Seen]) -> tuple[int, int]:
+    """Of how many recorded cases, each left out, such an interval holds the time; and of how many it was tried."""
+    hits = tried = 0
+    for case in seen:
+        if impl in case.rows:
+            made = expect(case.problem, impl, [other for other in seen if other is not case])
+            if made is not None:
+                tried += 1
+                hits += made.low <= case.rows[impl]["us"] <= made.high
+    return hits, tried
+
+
+def _predict(problem: DecodeProblem, impl: str, seen: Sequence[Seen]) -> Expectation | None:
+    near = sorted((case for case in seen if impl in case.rows), key=lambda case: distance(problem, case.problem))
+    near = near[:NEAREST]
+    if len(near) < NEAREST:
+        return None
+    weights = [(distance(problem, case.problem) + 0.25) ** -2 for case in near]
+    logs = [math.log(case.rows[impl]["share"] / 100) for case in near]
+    share = math.exp(sum(w * log for w, log in zip(weights, logs, strict=True)) / sum(weights))
+    us = bound_us(problem.kv_bytes, seen) / share
+    return Expectation(impl=impl, us=us, low=us, high=us, share=share, miss=None, cases=tuple(near))
+
+
+def against(case: Seen, impl: str, other: str) -> stats.Estimate | None:
+    """The time of one implementation over that of another on a recorded case, paired by round."""
+    if impl not in case.rows or other not in case.rows:
+        return None
+    return stats.ratio_interval(case.rows[impl]["samples"], case.rows[other]["samples"])
+
+
+def verdict_on(case: Seen, impl: str, other: str) -> str | None:
+    """:func:`harness.stats.verdict` on that ratio."""
+    ratio = against(case, impl, other)
+    effect = case.run.get("smallest_effect", stats.SMALLEST_EFFECT)
+    return None if ratio is None else stats.verdict(ratio, effect)
+
+
+def _is_tie(first: Expectation, other: str) -> bool:
+    told = [v for case in first.cases if (v := verdict_on(case, first.impl, other)) is not None]
+    return bool(told) and (told[0] != stats.FASTER or stats.SLOWER in told)
+
+
+def _tile_of(problem: DecodeProblem, impl: str, seen: Sequence[Seen]) -> Seen:
+    """The nearest case whose tile this implementation would also take here, as far as the shape tells."""
+
+    def alike(case: Seen) -> bool:
+        p = case.problem
+        return (p.head_dim, p.dtype, p.group) == (problem.head_dim, problem.dtype, problem.group)
+
+    near = sorted((case for case in seen if impl in case.rows), key=lambda case: distance(problem, case.problem))
+    return next((case for case in near if alike(case)), near[0])
+
+
+def _splits(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) -> tuple[dict[int, int], int]:
+    """Length -> splits, the longest first, and CTAs: the kernel's own rule with the tile of a recorded plan."""
+    from impls.splitkv_plan import SPLIT_TUNING, choose_splits  # imports torch, which takes a second or two
+
+    per_split = problem.heads_kv * -(-problem.group // tile["block_h"])
+    table = choose_splits(
+        problem, SPLIT_TUNING, sm_count=sm_count, tiles_per_split=per_split, min_keys=tile["block_n"]
+    )
+    counts = dict(sorted(zip(problem.kv_lens, table.counts.tolist(), strict=True), reverse=True))
+    return counts, table.splits * per_split
+
+
+def _far(problem: DecodeProblem, cases: Sequence[Seen]) -> Iterable[str]:
+    """What of the batch lies outside the nearest cases, in words."""
+    nearest = distance(problem, cases[0].problem)
+    if nearest >= FAR:
+        yield f"the nearest case, {cases[0].name}, is {nearest:.1f} doublings away"
+    sizes = [case.problem.kv_bytes for case in cases]
+    if problem.kv_bytes > 2 * max(sizes) or 2 * problem.kv_bytes < min(sizes):
+        yield f"its {problem.kv_bytes / 1e6:.4g} MB of K and V lie outside theirs by more than twofold"
+    for name in ("head_dim", "dtype", "group"):
+        values = {getattr(case.problem, name) for case in cases}
+        if getattr(problem, name) not in values:
+            what = "query heads a KV head" if name == "group" else name
+            told = ", ".join(map(str, sorted(values)))
+            yield f"{what} {getattr(problem, name)} is none of theirs ({told})"
