@@ -53,8 +53,10 @@ def _write_report(folders: Sequence[Path]) -> tuple[Path, Comparison | None]:
     from harness.render.figures import draw_all
     from harness.render.frame import load
     from harness.render.markdown import write_report
+    from harness.render.tuning import tuning_section
 
     comparison = load(folders)
     target = folders[0] if len(folders) == 1 else folders[0].parent / "+".join(comparison.folders)
     drawn = draw_all(comparison, target / "figures")
-    return write_report(comparison, drawn, target, deep=deep_check(target)), comparison
+    more = {"deep": deep_check(target), "tuned": tuning_section(target)}
+    return write_report(comparison, drawn, target, **more), comparison

@@ -38,13 +38,19 @@ CACHES: Mapping[str, str] = {
 
 
 def write_report(
-    comparison: Comparison, drawn: Mapping[str, Drawn], folder: Path, *, deep: Mapping[str, Any] | None = None
+    comparison: Comparison,
+    drawn: Mapping[str, Drawn],
+    folder: Path,
+    *,
+    deep: Mapping[str, Any] | None = None,
+    tuned: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the report's ``README.md`` into ``folder`` and return its path.
 
-    ``deep`` is what :func:`harness.render.checks.deep_check` has to say, if anything.
+    ``deep`` is what :func:`harness.render.checks.deep_check` has to say, if anything, and ``tuned`` what
+    :func:`harness.render.tuning.tuning_section` has.
     """
-    return fill("report.md.j2", {**context(comparison, drawn, folder), "deep": deep}, folder)
+    return fill("report.md.j2", {**context(comparison, drawn, folder), "deep": deep, "tuned": tuned}, folder)
 
 
 def context(comparison: Comparison, drawn: Mapping[str, Drawn], folder: Path) -> dict[str, Any]:
