@@ -67,6 +67,11 @@ class Compiler:
         def one(task: Compile) -> str | None:
             pool = idle.get()
             try:
+                _ = pool.ready
+            except WorkerLost:  # that is not the kernel's fault: who measures compiles it
+                idle.put(pool)
+                return None
+            try:
                 row = last_answer(pool, task, Row)
             except WorkerLost as lost:
                 return lost.reason

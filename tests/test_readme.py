@@ -51,8 +51,10 @@ def test_the_recipes_of_the_readme_work(tree: Path) -> None:
             said.append(run(tree, sys.executable, "-c", block))
         elif language == "sh":
             said.append(run(tree, "bash", "-euo", "pipefail", "-c", block))
-    assert len(said) == 4
-    catalog, study, compared, table = said
+    assert len(said) == 5
+    advice, catalog, study, compared, table = said
+    assert "tilelang-splitkv" in advice
+    assert "this is an extrapolation" in advice
     assert catalog == ""
     assert len(re.findall(r"^my-kernel +ok +1 *$", study, flags=re.MULTILINE)) == 2, "checked, then timed"
     report = (tree / "reports" / "mine" / "README.md").read_text(encoding="utf-8")

@@ -55,15 +55,17 @@ def model_us(impl: str, p: DecodeProblem) -> float:
     ],
     ids=lambda p: f"{p.batch}x{p.max_kv}",
 )
-def test_expected_times_are_the_bound_over_the_nearest_shares(folder: Path, batch: DecodeProblem) -> None:
+def test_expected_times_are_the_bound_and_what_the_nearest_cases_take_beyond_it(
+    folder: Path, batch: DecodeProblem
+) -> None:
     advice = recommend(batch, folder)
     seen = read_cases(folder)
     for made in advice.ranking:
         assert made.us == pytest.approx(advice.bound_us / made.share)
         near = sorted(seen, key=lambda case: distance(batch, case.problem))[:3]
         assert [case.name for case in made.cases] == [case.name for case in near]
-        shares = [case.rows[made.impl]["share"] / 100 for case in near]
-        assert min(shares) <= made.share <= max(shares)
+        beyond = [case.rows[made.impl]["us"] - case.bound_us for case in near]
+        assert min(beyond) <= made.us - advice.bound_us <= max(beyond)
         assert made.low < made.us < made.high
         assert made.miss is not None
         assert made.high == pytest.approx(made.us * (1 + made.miss))
@@ -82,9 +84,9 @@ def test_the_miss_is_that_of_the_nearest_cases_each_left_out(folder: Path) -> No
         others = [other for other in seen if other.name != case.name]
         near = sorted(others, key=lambda other: distance(case.problem, other.problem))[:3]
         weights = [(distance(case.problem, other.problem) + 0.25) ** -2 for other in near]
-        logs = [math.log(other.rows[made.impl]["share"] / 100) for other in near]
-        mean = sum(w * log for w, log in zip(weights, logs, strict=True)) / sum(weights)
-        guess = bound_us(case.problem.kv_bytes, others) / math.exp(mean)
+        beyond = [other.rows[made.impl]["us"] - other.bound_us for other in near]
+        mean = sum(w * us for w, us in zip(weights, beyond, strict=True)) / sum(weights)
+        guess = bound_us(case.problem.kv_bytes, others) + mean
         errors.append(abs(math.log(case.rows[made.impl]["us"] / guess)))
     assert made.miss == pytest.approx(math.exp(max(errors)) - 1)
 
@@ -250,7 +252,9 @@ def test_the_command_says_what_to_run_what_to_expect_and_why(
         f"triton-splitkv, num_splits auto: {splits[65536]} of 65,536 keys, {splits[700]} of 700 keys; "
     )
     assert by_word["expect"] == f"{first.us:.4g} µs ({first.low:.4g} to {first.high:.4g})"
-    assert by_word["because"].startswith(f"reading K and V alone takes {advice.bound_us:.4g} µs, and it reaches ")
+    assert by_word["because"].startswith(
+        f"reading K and V alone takes {advice.bound_us:.4g} µs, and it should reach "
+    )
     assert "predicted from all others" in by_word["how sure"]
     assert by_word["BUT"].startswith("this is an extrapolation")
     for case in first.cases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 
 from harness import record
-from harness.compiler import variant
+from harness.compiler import Compiler, variant
+from harness.loop import Display
 from harness.runner import RunError
 from harness.study import Study
 from harness.tune import Summary, tune_study
-from harness.worker import Setup
+from harness.worker import Row, Setup, WorkerLost
 from impls.problem import DecodeProblem
 from tests.harness.fake_tunable import LOG_VARIABLE
 from tests.harness.test_runner import FIRST, SECOND, make_study
@@ -205,3 +207,40 @@ def test_kernels_are_compiled_for_a_shape_and_a_tile_and_not_for_lengths() -> No
         variant(FIRST.problem, "a", {"x": 1}),
     ]
     assert len({one, *others}) == 5
+
+
+class Pool:
+    """In place of a worker pool: does not start, or dies in its first task."""
+
+    def __init__(self, *, starts: bool) -> None:
+        self.starts = starts
+        self.asked: list[object] = []
+
+    @property
+    def ready(self) -> object:
+        if not self.starts:
+            raise WorkerLost(None, "start: no answer within 300 s")
+        return object()
+
+    def ask(self, task: object) -> Iterator[Row]:
+        self.asked.append(task)
+        if len(self.asked) == 1:
+            raise WorkerLost(0, "compile: the process died of SIGSEGV")
+        yield Row(who=0, status="ok", compile_ms=1.0)
+
+
+def test_a_compiler_that_does_not_start_is_no_fault_of_the_kernel() -> None:
+    pool: Any = Pool(starts=False)
+    assert Compiler([pool], Display(None, total=1)).compile(FIRST, [("a", {"x": 1})]) == {}
+    assert pool.asked == []
+
+
+def test_a_kernel_is_compiled_once_for_all_cases_of_a_shape_and_what_kills_its_compiler_is_remembered() -> None:
+    pool: Any = Pool(starts=True)
+    compiler = Compiler([pool], Display(None, total=1))
+    wanted: list[tuple[str, dict[str, Any]]] = [("a", {"x": 1}), ("a", {"x": 2}), ("a", {"x": 1})]
+    bad = {variant(FIRST.problem, "a", {"x": 1}): "compile: the process died of SIGSEGV"}
+    assert compiler.compile(FIRST, wanted) == bad
+    assert compiler.compile(SECOND, [*wanted, ("a", {"x": 3})]) == bad
+    assert [task.entry.tuning for task in pool.asked] == [{"x": 1}, {"x": 2}, {"x": 3}]
+    assert {task.case.problem.kv_lens for task in pool.asked} == {(2,)}
