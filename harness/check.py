@@ -56,6 +56,8 @@ to its ``h_d``, never over it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -84,8 +86,8 @@ ROW_THREADS = 4
 GUARD_BYTES = 4096
 """Canary band on either side of a checked output; a multiple of every alignment that kernels ask for."""
 
-POISON_BLOCKS_CUDA, POISON_BLOCKS_CPU = 1024, 8
-"""The most blocks of one size that are filled before a run whose output the library allocates."""
+POISON_BLOCKS = 8
+"""Blocks of one size that are filled before a run whose output the library allocates."""
 
 CANARY = 0x5A
 """Byte of the canary bands: as a number it is ordinary in every dtype, so nothing resets it by accident."""
@@ -247,7 +249,7 @@ def check_plan(plan: DecodePlan, inputs: DecodeInputs, ref: Reference) -> CheckR
 
     Outputs and LSE are NaN-filled between canary bands, float workspaces are NaN-filled (integer ones hold
     tables and are left alone), and the inputs must come out bit for bit as they went in. Where the library
-    allocates its own output, the allocator's free blocks of the output's sizes are NaN-filled instead.
+    allocates its own output, the memory that it gets for it is NaN-filled instead.
 
     Args:
         plan: made for ``inputs.problem`` on the inputs' device.
@@ -267,12 +269,12 @@ def run_checked(plan: DecodePlan, inputs: DecodeInputs, ref: Reference) -> tuple
     template = plan.new_output()
     guarded = [_Guarded(t) for t in _tensors(template)] if template is not None else []
     if template is None:
-        _poison_free_blocks(inputs.problem, inputs.device)
         given = None
+        with _poisoned_allocations(inputs.problem, inputs.device):
+            output = plan.run(inputs, None)
     else:
         given = DecodeOutput(guarded[0].tensor, guarded[1].tensor if len(guarded) > 1 else None)
-
-    output = plan.run(inputs, given)
+        output = plan.run(inputs, given)
     result = compare(output, ref, inputs.problem)
 
     reasons = [result.reason] if result.reason else []
@@ -368,25 +370,29 @@ class _Guarded:
         return None
 
 
-def _poison_free_blocks(problem: DecodeProblem, device: torch.device) -> None:
-    """Leave NaN in the blocks that the allocator will hand out next for an output and an LSE.
+@contextmanager
+def _poisoned_allocations(problem: DecodeProblem, device: torch.device) -> Iterator[None]:
+    """Within it, what is allocated holds NaN, as far as it is no more than outputs and LSE need.
 
-    Allocators serve a request from freed memory first. On CUDA, blocks are taken until the cache has to
-    grow, so that every free block that could serve the request has been filled; on a CPU a few blocks of
-    each size are the best that can be done.
+    Allocators serve a request from freed memory first. On CUDA, all requests go to a pool of their own, which
+    has been filled and freed; on a CPU a few blocks of each size are the best that can be done.
     """
     rows = problem.batch * problem.heads_q
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.empty_cache()  # whole free segments go back to the driver: less to fill
-    blocks = []
-    for size in (rows * problem.head_dim * problem.element_bytes, rows * 4):
-        held = torch.cuda.memory_reserved(device) if cuda else 0
-        for _ in range(POISON_BLOCKS_CUDA if cuda else POISON_BLOCKS_CPU):
-            # All bits one is NaN in every float dtype.
-            blocks.append(torch.full((size,), 0xFF, dtype=torch.uint8, device=device))
-            if cuda and torch.cuda.memory_reserved(device) > held:
-                break
+    sizes = (rows * problem.head_dim * problem.element_bytes, rows * 4)
+    if device.type != "cuda":
+        _poison(device, sizes * POISON_BLOCKS)
+        yield
+        return
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool, device):
+        # Requests of up to 1 MiB, and larger ones, are served from segments of different kinds.
+        _poison(device, [*[1 << 20] * POISON_BLOCKS, max(32 << 20, 4 * sizes[0])])
+        yield
+
+
+def _poison(device: torch.device, sizes: Iterable[int]) -> None:
+    """Fill blocks of these sizes, all at a time, and free them. All bits one is NaN in every float dtype."""
+    [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes]
 
 
 def _tensors(of: DecodeInputs | DecodeOutput) -> list[Tensor]:

@@ -129,7 +129,7 @@ def check(
     jobs: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Cases checked side by side.", show_default="as many as fit the device, at most 4"
+            min=1, help="Cases checked side by side.", show_default="as many as fit the device, at most 6"
         ),
     ] = None,
 ) -> None:

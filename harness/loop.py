@@ -6,6 +6,8 @@ The loops are :mod:`harness.runner` (check, or check and time) and :mod:`harness
 from __future__ import annotations
 
 import statistics
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -84,11 +86,12 @@ def run_case(
                     settle(message)
                 elif isinstance(message, Step):
                     whose = "" if message.who is None else f"{names[message.who]} · "
-                    display.say(f"{case.name} · {whose}{message.what}")
+                    display.step(case.name, whose, message.what)
         except WorkerLost as lost:
             # Whose step it was pays for it, unless it has its row; where it was nobody's, nobody can have a result.
             for who in sorted(waiting) if lost.who is None else sorted(waiting & {lost.who}):
                 settle(Row(who=who, status="failed", reason=lost.reason))
+    display.step(case.name, "", "")
 
 
 def stable(env: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,6 +114,8 @@ class Display:
             disable=console is None,
         )
         self._bar = self._progress.add_task("start", total=total)
+        self._steps: dict[str, tuple[str, float]] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -126,6 +131,22 @@ class Display:
     def say(self, text: str) -> None:
         """What is happening now."""
         self._progress.update(self._bar, description=text)
+
+    def step(self, case: str, whose: str, what: str) -> None:
+        """The case's next step, which ends the one before; no text ends the case."""
+        before, since = self._steps.pop(case, ("", 0.0))
+        if before:
+            self._seconds[before] += time.monotonic() - since
+        if what:
+            self._steps[case] = (what, time.monotonic())
+            self.say(f"{case} · {whose}{what}")
+
+    def note_seconds(self) -> None:
+        """A line that says where the time went: the steps of all cases and workers, the longest first."""
+        longest_first = sorted(self._seconds.items(), key=lambda step: -step[1])
+        spent = ", ".join(f"{what} {seconds:.0f}" for what, seconds in longest_first if seconds >= 1)
+        if spent:
+            self.note(f"seconds by step, all workers together: {spent}")
 
     def row(self, case: str, impl: str, row: Row) -> None:
         """A result."""

@@ -49,7 +49,7 @@ CHECK_COPIES = 16
 CONTEXT_BYTES = 4 << 30
 """What a worker holds besides: its context, the pieces of the float64 reference, workspaces."""
 
-MAX_CHECK_JOBS = 4
+MAX_CHECK_JOBS = 6
 """The most workers that check side by side: more would wait for the device."""
 
 
@@ -208,7 +208,9 @@ def check_study(
         more = (jobs or _jobs_that_fit(study, ready.memory_bytes)) - 1
         pools += [stack.enter_context(WorkerPool(chosen, deadline_s)) for _ in range(more)]
         checker = _Checker(study, tuple(families), unavailable, pools, records, display)
-        return checker.check_all(record.run_record(record.new_run_id(), study.name, ready.env))
+        outcomes = checker.check_all(record.run_record(record.new_run_id(), study.name, ready.env))
+        display.note_seconds()
+        return outcomes
 
 
 class _Checker:

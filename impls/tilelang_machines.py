@@ -8,7 +8,7 @@ hook           ``Hopper`` (sm_90a)        ``Ampere`` (sm_80 and up)       ``Cpu`
 =============  =========================  ==============================  =====================
 ring buffer    ``[stages, rows, cols]``   ``[stages, rows, cols]``        ``[rows, cols]``, local
 ``load``       TMA, one mbarrier a stage  ``cp.async``, one group a copy  plain copy, at once
-``skip``       nothing                    empty groups                    nothing
+``skip``       nothing                    an empty group                  nothing
 ``wait``       mbarrier parity            ``cp.async.wait_group``         nothing
 ``release``    barrier among threads      barrier among threads           nothing
 ``trigger``    lets the combine kernel    nothing                         nothing
@@ -27,9 +27,8 @@ import tilelang.language as T
 
 
 @T.macro
-def _hopper_load(K, V, K_ring, V_ring, full, stage, row, head, rows, cols):
-    T.tma_copy(K[row : row + rows, head, 0:cols], K_ring[stage, 0:rows, 0:cols], barrier=full[stage])
-    T.tma_copy(V[row : row + rows, head, 0:cols], V_ring[stage, 0:rows, 0:cols], barrier=full[stage])
+def _hopper_load(X, ring, full, stage, row, head, rows, cols):
+    T.tma_copy(X[row : row + rows, head, 0:cols], ring[stage, 0:rows, 0:cols], barrier=full[stage])
     T.mbarrier_arrive(full[stage])
 
 
@@ -49,28 +48,26 @@ def _hopper_wait(full, stage, parity, stages):
 
 
 @T.macro
-def _ampere_load(K, V, K_ring, V_ring, full, stage, row, head, rows, cols):
-    T.async_copy(K[row : row + rows, head, 0:cols], K_ring[stage, 0:rows, 0:cols])
-    T.async_copy(V[row : row + rows, head, 0:cols], V_ring[stage, 0:rows, 0:cols])
+def _ampere_load(X, ring, full, stage, row, head, rows, cols):
+    T.async_copy(X[row : row + rows, head, 0:cols], ring[stage, 0:rows, 0:cols])
 
 
 @T.macro
 def _ampere_skip():
     T.ptx_commit_group()
-    T.ptx_commit_group()
 
 
 @T.macro
 def _ampere_wait(full, stage, parity, stages):
-    # Two groups a tile (K and V), filled or empty, and all but the newest stages - 1 tiles must have landed.
-    T.ptx_wait_group(2 * (stages - 1))
+    # Groups are committed in the order in which they are waited for, K and V of a tile in turn, filled or empty.
+    # Whichever it is: 2 * stages are on their way, and the oldest must have landed.
+    T.ptx_wait_group(2 * stages - 1)
     T.sync_threads()
 
 
 @T.macro
-def _cpu_load(K, V, K_ring, V_ring, full, stage, row, head, rows, cols):
-    T.copy(K[row : row + rows, head, 0:cols], K_ring)
-    T.copy(V[row : row + rows, head, 0:cols], V_ring)
+def _cpu_load(X, ring, full, stage, row, head, rows, cols):
+    T.copy(X[row : row + rows, head, 0:cols], ring)
 
 
 @T.macro
@@ -99,11 +96,6 @@ def _cuda_sum(src, dst, rows, cols):
 
 
 @T.macro
-def _cuda_sum_rows(src, dst, rows, cols):
-    T.reduce_sum(src, dst, dim=0)
-
-
-@T.macro
 def _cpu_max_into(src, dst, rows, cols):
     for i, j in T.grid(rows, cols):
         dst[i] = T.max(dst[i], src[i, j])
@@ -115,14 +107,6 @@ def _cpu_sum(src, dst, rows, cols):
         dst[i] = 0.0
     for i, j in T.grid(rows, cols):
         dst[i] += src[i, j]
-
-
-@T.macro
-def _cpu_sum_rows(src, dst, rows, cols):
-    for j in T.serial(cols):
-        dst[j] = 0.0
-    for i, j in T.grid(rows, cols):
-        dst[j] += src[i, j]
 
 
 @T.macro
@@ -154,7 +138,6 @@ class Machine:
     zero: Any
     max_into: Any
     sum: Any
-    sum_rows: Any
 
     def kernel(self, *grid: Any, threads: int) -> Any:
         """The launch frame over a grid."""
@@ -166,10 +149,6 @@ class Machine:
 
     def padded(self, head_dim: int) -> int:
         """Columns of a GEMM tile that holds ``head_dim`` columns of data."""
-        return head_dim
-
-    def power_of_two(self, head_dim: int) -> int:
-        """Columns of a fragment that is reduced over its rows and holds ``head_dim`` columns of data."""
         return head_dim
 
     def ring(self, stages: int, rows: int, cols: int, dtype: str) -> Any:
@@ -204,7 +183,6 @@ class Ampere(Machine):
     zero = _cuda_zero
     max_into = _cuda_max_into
     sum = _cuda_sum
-    sum_rows = _cuda_sum_rows
 
     def kernel(self, *grid: Any, threads: int) -> Any:
         """A grid of CTAs of ``threads`` threads."""
@@ -217,10 +195,6 @@ class Ampere(Machine):
     def padded(self, head_dim: int) -> int:
         """A multiple of 32, so that four warps share the columns in the units of ``mma``; the rest is 0."""
         return -(-head_dim // 32) * 32
-
-    def power_of_two(self, head_dim: int) -> int:
-        """The next power of two: layout inference finds no layout for a row reduction of other widths."""
-        return 1 << (head_dim - 1).bit_length()
 
     def ring(self, stages: int, rows: int, cols: int, dtype: str) -> Any:
         """``[stages, rows, cols]`` in shared memory."""
@@ -271,7 +245,6 @@ class Cpu(Machine):
     zero = _cpu_zero
     max_into = _cpu_max_into
     sum = _cpu_sum
-    sum_rows = _cpu_sum_rows
 
     def kernel(self, *grid: Any, threads: int) -> Any:
         """A loop nest; there are no threads."""

@@ -30,6 +30,7 @@ the ring and its waits are written out, and the softmax denominator is summed ac
 """
 
 import logging
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -69,7 +70,7 @@ CPU_CTAS = 32
 EXAMPLE_SPLITS = 8
 """Splits of every sequence in TileLang's official example."""
 
-BLOCK_S = 32
+BLOCK_S = 16
 """Splits that the combine kernel merges at a time."""
 
 TUNING: Mapping[str, Scalar] = {
@@ -157,7 +158,8 @@ def split_kernel(
             scores_max_prev = machine.fragment([block_h], accum)
             scores_scale = machine.fragment([block_h], accum)
             logsum = machine.fragment([block_h], accum)
-            full = machine.barriers(num_stages, threads)
+            full_k = machine.barriers(num_stages, threads)
+            full_v = machine.barriers(num_stages, threads)
 
             sequence = Items[by, 0]
             row = Items[by, 1]
@@ -173,8 +175,10 @@ def split_kernel(
             # K and V are on their way before anything else is read.
             for t in T.serial(num_stages):
                 if t < tiles:
-                    machine.load(K, V, K_ring, V_ring, full, t, row + t * block_n, head_kv, block_n, dim)
+                    machine.load(K, K_ring, full_k, t, row + t * block_n, head_kv, block_n, dim)
+                    machine.load(V, V_ring, full_v, t, row + t * block_n, head_kv, block_n, dim)
                 else:
+                    machine.skip()
                     machine.skip()
             for i, d in machine.parallel(block_h, dim):
                 if i < heads and d < head_dim:
@@ -191,17 +195,20 @@ def split_kernel(
             for t in T.serial(tiles):
                 stage = t % num_stages
                 rest = keys - t * block_n
-                machine.wait(full, stage, t // num_stages % 2, num_stages)
+                ahead = t + num_stages
+                machine.wait(full_k, stage, t // num_stages % 2, num_stages)
                 T.gemm(
                     Q_shared, machine.tile(K_ring, stage), acc_s, transpose_B=True, policy=policy, clear_accum=True
                 )
+                # K is refilled while V is still to be used: half a tile more in flight.
+                if ahead < tiles:
+                    machine.release()
+                    machine.load(K, K_ring, full_k, stage, row + ahead * block_n, head_kv, block_n, dim)
+                else:
+                    machine.skip()
                 if rest < block_n:
-                    # The tile's last rows belong to nobody: they may hold NaN, and 0 x NaN would survive in V.
                     for i, j in machine.parallel(block_h, block_n):
                         acc_s[i, j] = T.if_then_else(j < rest, acc_s[i, j], -T.infinity(accum))
-                    for j, d in machine.parallel(block_n, dim):
-                        if j >= rest:
-                            machine.zero(V_ring, stage, j, d)
                 for i in machine.parallel(block_h):
                     scores_max_prev[i] = scores_max[i]
                 machine.max_into(acc_s, scores_max, block_h, block_n)
@@ -216,11 +223,16 @@ def split_kernel(
                     P[i, j] = T.cast(acc_s[i, j], dtype)
                 for i, d in machine.parallel(block_h, dim):
                     acc_o[i, d] *= scores_scale[i]
+                machine.wait(full_v, stage, t // num_stages % 2, num_stages)
+                if rest < block_n:
+                    # The tile's last rows belong to nobody: they may hold NaN, and 0 x NaN would survive.
+                    for j, d in machine.parallel(block_n, dim):
+                        if j >= rest:
+                            machine.zero(V_ring, stage, j, d)
                 T.gemm(P, machine.tile(V_ring, stage), acc_o, policy=policy)
-                ahead = t + num_stages
                 if ahead < tiles:
                     machine.release()
-                    machine.load(K, V, K_ring, V_ring, full, stage, row + ahead * block_n, head_kv, block_n, dim)
+                    machine.load(V, V_ring, full_v, stage, row + ahead * block_n, head_kv, block_n, dim)
                 else:
                     machine.skip()
 
@@ -264,7 +276,6 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
         threads: per CTA.
     """
     accum = "float32"
-    dim = machine.power_of_two(head_dim)
     batch, slots, merges = (T.dynamic(name) for name in ("batch", "slots", "merges"))
 
     @T.prim_func
@@ -278,11 +289,10 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
         with machine.kernel(merges * heads_q, threads=threads) as pid:
             bx = pid % heads_q
             by = pid // heads_q
-            partial = machine.fragment([block_s, dim], accum)
-            chunk_o = machine.fragment([dim], accum)
-            acc_o = machine.fragment([dim], accum)
-            lse = machine.shared([block_s], accum)
-            # Every thread follows these by itself: a few reads of shared memory, and no reduction to wait for.
+            # Every thread merges whole columns, and follows the LSEs by itself: nothing to wait for but memory.
+            partial = machine.fragment([block_s, head_dim], accum)
+            acc_o = machine.fragment([head_dim], accum)
+            weight = T.alloc_local([block_s], accum)
             lse_max = T.alloc_var(accum)
             lse_max_prev = T.alloc_var(accum)
             rescale = T.alloc_var(accum)
@@ -295,41 +305,36 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
             machine.depend()
             lse_max = -T.infinity(accum)
             logsum = 0.0
-            for d in machine.parallel(dim):
+            for d in machine.parallel(head_dim):
                 acc_o[d] = 0.0
             for chunk in T.serial(T.ceildiv(count, block_s)):
                 start = chunk * block_s
-                for s, d in machine.parallel(block_s, dim):
-                    if start + s < count and d < head_dim:
-                        partial[s, d] = Partial[first + start + s, bx, d]
-                    else:
-                        partial[s, d] = 0.0
-                for s in machine.parallel(block_s):
-                    if start + s < count:
-                        lse[s] = Partial_lse[first + start + s, bx]
-                    else:
-                        lse[s] = -T.infinity(accum)
+                for d in machine.parallel(head_dim):
+                    for s in T.unroll(block_s):
+                        partial[s, d] = T.if_then_else(start + s < count, Partial[first + start + s, bx, d], 0.0)
+                for s in T.unroll(block_s):
+                    weight[s] = T.if_then_else(
+                        start + s < count, Partial_lse[first + start + s, bx], -T.infinity(accum)
+                    )
                 lse_max_prev = lse_max
                 for s in T.unroll(block_s):
-                    lse_max = T.max(lse_max, lse[s])
+                    lse_max = T.max(lse_max, weight[s])
                 # All splits so far may be empty: then the maximum is -inf, and -inf - -inf is not a weight.
                 rescale = T.if_then_else(
                     lse_max_prev > -T.infinity(accum), T.exp2((lse_max_prev - lse_max) * LOG2_E), 0.0
                 )
                 logsum = logsum * rescale
                 for s in T.unroll(block_s):
-                    logsum += T.if_then_else(lse[s] > -T.infinity(accum), T.exp2((lse[s] - lse_max) * LOG2_E), 0.0)
-                for s, d in machine.parallel(block_s, dim):
-                    partial[s, d] = T.if_then_else(
-                        lse[s] > -T.infinity(accum), partial[s, d] * T.exp2((lse[s] - lse_max) * LOG2_E), 0.0
+                    weight[s] = T.if_then_else(
+                        weight[s] > -T.infinity(accum), T.exp2((weight[s] - lse_max) * LOG2_E), 0.0
                     )
-                machine.sum_rows(partial, chunk_o, block_s, dim)
-                for d in machine.parallel(dim):
-                    acc_o[d] = acc_o[d] * rescale + chunk_o[d]
-                machine.release()
-            for d in machine.parallel(dim):
-                if d < head_dim:
-                    Output[sequence, bx, d] = T.cast(T.if_then_else(logsum > 0, acc_o[d] / logsum, 0.0), dtype)
+                    logsum += weight[s]
+                for d in machine.parallel(head_dim):
+                    acc_o[d] *= rescale
+                    for s in T.unroll(block_s):
+                        acc_o[d] += T.if_then_else(weight[s] > 0, partial[s, d] * weight[s], 0.0)
+            for d in machine.parallel(head_dim):
+                Output[sequence, bx, d] = T.cast(T.if_then_else(logsum > 0, acc_o[d] / logsum, 0.0), dtype)
             for i in machine.parallel(1):
                 Lse[sequence, bx + i] = T.if_then_else(
                     logsum > 0, lse_max + T.log2(logsum) * LN_2, -T.infinity(accum)
@@ -405,7 +410,13 @@ def compiled_split(machine: str, heads_q: int, heads_kv: int, head_dim: int, dty
 @cache
 def compiled_combine(machine: str, heads_q: int, head_dim: int, dtype: str) -> Any:
     """The compiled combine kernel."""
-    return _compile(MACHINES[machine], combine_kernel(MACHINES[machine], heads_q, head_dim, dtype, BLOCK_S, 128))
+    kernel = combine_kernel(MACHINES[machine], heads_q, head_dim, dtype, BLOCK_S, combine_threads(head_dim))
+    return _compile(MACHINES[machine], kernel)
+
+
+def combine_threads(head_dim: int) -> int:
+    """Threads of a combine CTA: up to 128, each with as many columns as the others."""
+    return 128 if head_dim <= 128 else math.gcd(head_dim, 128)
 
 
 def compiled_variants() -> int:

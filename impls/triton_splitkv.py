@@ -246,6 +246,7 @@ def combine(partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: 
     heads_q, head_dim = out.shape[1:]
     pdl = has_pdl(out.device)
     meta = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": BLOCK_S, "PDL": pdl}
+    meta["num_warps"] = combine_warps(head_dim)
     if pdl:
         meta["launch_pdl"] = True
     with _as_quiet_as_a_gpu():
@@ -283,6 +284,11 @@ class Tile:
 def block_d(head_dim: int) -> int:
     """The head dim padded to what a Triton tile can hold: a power of two of at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def combine_warps(head_dim: int) -> int:
+    """Warps of a combine program: so few that a column's splits lie in one thread, and fit its registers."""
+    return max(1, block_d(head_dim) // 128)
 
 
 def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], *, short: bool) -> Tile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -237,6 +238,14 @@ def test_cases_are_checked_side_by_side_with_the_same_outcome(tmp_path: Path) ->
     assert kinds == ["run", *["check"] * len(alone)]
 
 
+def test_a_check_says_where_the_time_went(tmp_path: Path) -> None:
+    study = make_study(tmp_path, "right", "hangs", cases=(FIRST,))
+    console = Console(record=True, width=200)
+    check_study(study, families=("normal",), setup=SETUP, deadline_s=3, console=console)
+    (line,) = (line for line in console.export_text().splitlines() if line.startswith("seconds by step"))
+    assert re.search(r": (normal|plan) \d+", line), line
+
+
 def test_a_check_that_is_interrupted_ends_at_once_and_keeps_what_was_complete(tmp_path: Path, monkeypatch) -> None:
     """The second case stalls for good; the first, without keys, is complete when Ctrl-C comes."""
     monkeypatch.setenv(fakes.STALL_VARIABLE, "1")
@@ -265,7 +274,7 @@ def test_as_many_cases_are_checked_side_by_side_as_the_device_holds(tmp_path: Pa
     cores = (os.cpu_count() or 1) // 2
     assert _jobs_that_fit(study, None) == 1
     assert _jobs_that_fit(study, 24 << 30) == 1
-    assert _jobs_that_fit(study, 141 << 30) == max(1, min(4, cores))
+    assert _jobs_that_fit(study, 141 << 30) == max(1, min(6, cores))
     assert _jobs_that_fit(make_study(tmp_path, "right", cases=cases[:1]), 141 << 30) == 1
 
 

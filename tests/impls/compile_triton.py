@@ -98,7 +98,8 @@ def resources() -> dict[str, dict[str, int]]:
     for head_dim in HEAD_DIMS:
         constants = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": triton_splitkv.BLOCK_S}
         constants["PDL"] = True
-        out[f"combine d{head_dim}"] = compile_kernel(combine_kernel, "bfloat16", constants)
+        warps = triton_splitkv.combine_warps(head_dim)
+        out[f"combine d{head_dim}"] = compile_kernel(combine_kernel, "bfloat16", constants, num_warps=warps)
     return out
 
 
