@@ -48,6 +48,10 @@ REPEAT_RUNS = 3
 """Runs of the ``repeat`` probe elsewhere: without threads there are no races."""
 
 
+STEADY_RUNS = 8
+"""Runs of each kind, in turns, that must agree among themselves before a difference between the kinds counts."""
+
+
 @dataclass(frozen=True)
 class Observation:
     """What a probe saw.
@@ -323,19 +327,26 @@ def _memory(inputs: DecodeInputs, ref: Reference, hidden: Sequence[bool]) -> Cal
     def rows_of(output: DecodeOutput) -> DecodeOutput:
         return DecodeOutput(output.out[kept], None if output.lse is None else output.lse[kept])
 
-    def apply(plan: DecodePlan) -> Observation:
-        restore()
+    def hide() -> None:
         overwrite(inputs)
         for t in (alone.k, alone.v):
             t.masked_fill_(hidden_rows, torch.nan)
+
+    def apply(plan: DecodePlan) -> Observation:
+        def beside_nan() -> DecodeOutput:
+            hide()
+            return rows_of(fresh_run(plan, alone))
+
+        def beside_values() -> DecodeOutput:
+            overwrite(inputs)
+            return rows_of(fresh_run(plan, alone))
+
+        restore()
+        hide()
         result, _ = run_checked(plan, alone, ref)
         if result.ok:
-            # In the very same memory: where a tensor lies may decide which kernel a library takes. Twice each: a
-            # kernel of many answers depends on nothing.
-            hidden_runs = [rows_of(fresh_run(plan, alone)) for _ in range(2)]
-            overwrite(inputs)
-            plain_runs = [rows_of(fresh_run(plan, alone)) for _ in range(2)]
-            if same_bits(*hidden_runs) and same_bits(*plain_runs) and not same_bits(plain_runs[0], hidden_runs[0]):
+            # In the very same memory: where a tensor lies may decide which kernel a library takes.
+            if _differ_steadily(beside_nan, beside_values):
                 reason = "memory: expected the same bits whatever lies in other sequences, got others"
                 result = replace(result, ok=False, reason=reason)
         elif result.reason:
@@ -343,6 +354,14 @@ def _memory(inputs: DecodeInputs, ref: Reference, hidden: Sequence[bool]) -> Cal
         return Observation(result)
 
     return apply
+
+
+def _differ_steadily(one: Callable[[], DecodeOutput], other: Callable[[], DecodeOutput]) -> bool:
+    """Whether two runs give two outputs, each always its own: a kernel whose answers vary depends on neither."""
+    first, second = one(), other()
+    if same_bits(first, second):
+        return False
+    return all(same_bits(first, one()) and same_bits(second, other()) for _ in range(STEADY_RUNS - 1))
 
 
 def fresh_run(plan: DecodePlan, inputs: DecodeInputs) -> DecodeOutput:
