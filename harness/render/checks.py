@@ -9,8 +9,8 @@ from typing import Any
 
 from harness.families import FAMILY_NAMES, FAMILY_NOTES
 from harness.record import CHECKS_FILE, FINDINGS_FILE, IMPOSTORS_FILE, RANDOM_FILE, Record, RecordError, read
-from harness.render.findings import code, escape, join
-from harness.render.markdown import Table, fill
+from harness.render.template import Table, fill
+from harness.render.text import code, escape, join, versions
 
 NAMED = 3
 """From so many families on, a cell leaves the other probes out."""
@@ -84,9 +84,7 @@ def _environments(records: Sequence[Record]) -> str:
     for run in (r for r in records if r["kind"] == "run"):
         env = run["env"]
         parts = [str(env.get("gpu") or env.get("cpu") or env.get("device"))]
-        parts += [f"{key} {env[key]}" for key in ("torch", "triton", "tilelang") if env.get(key)]
-        if env.get("git"):
-            parts.append(f"commit {str(env['git'])[:12]}{' with local changes' if env.get('dirty') else ''}")
+        parts += versions(env, ("torch", "triton", "tilelang"))
         lines.append(f"{escape(', '.join(parts))} (run `{run['run_id']}`, {run['study']}).")
     return "<br>\n".join(lines)
 

@@ -11,9 +11,7 @@ from matplotlib.figure import Figure
 
 from harness.render import plots_detail, plots_speed
 from harness.render.frame import Comparison
-from harness.render.looks import ALARM_COLOUR, RC, WIDTH, cases_shown, save
-
-__all__ = ["ALARM_COLOUR", "FIGURES", "RC", "WIDTH", "Drawn", "draw_all", "save"]
+from harness.render.looks import RC, cases_shown, save
 
 FIGURES: Mapping[str, Callable[[Comparison], Figure | None]] = {
     "share": plots_speed.share,

@@ -9,10 +9,8 @@ import pandas as pd
 from harness import stats
 from harness.render.decisions import leaders, on_devices
 from harness.render.frame import Comparison, impl_of
-from harness.render.text import cases_text, code, escape, join
+from harness.render.text import cases_text, code, join
 from impls.catalog import OURS
-
-__all__ = ["code", "escape", "join"]
 
 
 def headline(comparison: Comparison) -> list[str]:

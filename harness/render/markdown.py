@@ -12,11 +12,9 @@ from harness.render.captions import CAPTIONS
 from harness.render.figures import FIGURES, Drawn
 from harness.render.findings import headline
 from harness.render.frame import Comparison
-from harness.render.template import Picture, Table, fill
-from harness.render.text import bytes_text, escape, join
+from harness.render.template import Picture, fill
+from harness.render.text import bytes_text, escape, join, versions
 from harness.stats import CONFIDENCE
-
-__all__ = ["Picture", "Table", "fill", "write_report"]
 
 METHODS: Mapping[str, str] = {
     "graph": "Method `graph`: a CUDA graph holds one call for each of several input sets and is replayed as a"
@@ -112,9 +110,7 @@ def _environment_line(comparison: Comparison) -> str:
             parts.append(f"{env['sm_count']} SMs")
         if run["run_id"] in comparison.ceilings:
             parts.append(f"memory read at {comparison.ceilings[run['run_id']]:,.0f} GB/s at best")
-        parts += [f"{key} {env[key]}" for key in ("driver", "torch", "triton", "tilelang") if env.get(key)]
-        if env.get("git"):
-            parts.append(f"commit {str(env['git'])[:12]}{' with local changes' if env.get('dirty') else ''}")
+        parts += versions(env, ("driver", "torch", "triton", "tilelang"))
         lines.append(escape(", ".join(parts)) + f" (run `{run['run_id']}`).")
     return "<br>\n".join(lines)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 ABSENT = "–"
 """What stands in a cell where there is nothing to say."""
@@ -28,6 +29,14 @@ def join(parts: Sequence[str]) -> str:
 def linked(text: str, anchor: str | None) -> str:
     """``text`` as a link to a measurement's line in the report's own table; plain where there is none."""
     return f"[{text}](#{anchor})" if anchor and text != ABSENT else text
+
+
+def versions(env: Mapping[str, Any], libraries: Sequence[str]) -> list[str]:
+    """``driver 580.1``, ``torch 2.11``, ...: the libraries that a run's environment names, and its commit."""
+    parts = [f"{key} {env[key]}" for key in libraries if env.get(key)]
+    if env.get("git"):
+        parts.append(f"commit {str(env['git'])[:12]}{' with local changes' if env.get('dirty') else ''}")
+    return parts
 
 
 def cases_text(n: int) -> str:

@@ -17,9 +17,9 @@ from matplotlib.lines import Line2D
 
 from harness import stats
 from harness.record import SELFTEST_FILE, Record, RecordError, read
-from harness.render.figures import ALARM_COLOUR, RC, WIDTH, save
-from harness.render.findings import code, escape, join
-from harness.render.markdown import Picture, Table, fill
+from harness.render.looks import ALARM_COLOUR, RC, WIDTH, save
+from harness.render.template import Picture, Table, fill
+from harness.render.text import code, escape, join, versions
 from harness.render.timing_tables import (
     duration,
     example_reasons,
@@ -202,9 +202,7 @@ def _agreement_sentence(trials: Sequence[Record]) -> str | None:
 def _environment(run: Record) -> str:
     env = run["env"]
     device = str(env.get("gpu") or env.get("cpu") or env.get("device"))
-    parts = [device, *(f"{key} {env[key]}" for key in ("driver", "torch", "triton") if env.get(key))]
-    if env.get("git"):
-        parts.append(f"commit {str(env['git'])[:12]}{' with local changes' if env.get('dirty') else ''}")
+    parts = [device, *versions(env, ("driver", "torch", "triton"))]
     return escape(", ".join(parts)) + f" (run `{run['run_id']}`)."
 
 

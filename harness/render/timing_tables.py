@@ -10,8 +10,8 @@ import numpy as np
 from harness import stats
 from harness.cost import flops, tflops
 from harness.record import Record
-from harness.render.findings import code, escape, join
-from harness.render.markdown import Table
+from harness.render.template import Table
+from harness.render.text import code, escape, join
 from impls.problem import DecodeProblem
 
 CAUGHT = ("invalid", "wrong")
