@@ -24,7 +24,7 @@ from typing import Any
 
 from harness import stats
 from harness.record import READ_CEILING, STREAM_READ, TUNING_FILE, Record, RecordError, read, records_file
-from harness.render.rows import add_ratios, device_of, newest, row_of
+from harness.render.rows import add_ratios, device_of, newest, row_of, smallest_effect
 from harness.tuning import Tuned, tuned
 from impls.catalog import ABLATIONS, OURS
 from impls.problem import DecodeProblem
@@ -179,8 +179,7 @@ def read_cases(folder: Path) -> list[Seen]:
     if len(devices) != 1 or any(runs[r["run_id"]]["env"].get("device") != "cuda" for r in measured):
         raise RecordError(f"{path}: expected records of one GPU, got {', '.join(sorted(devices)) or 'none'}")
     rows = [(r, row_of(r) | {"case": r["case"], "study": folder.name}) for r in measured]
-    effects = {run_id: run.get("smallest_effect", stats.SMALLEST_EFFECT) for run_id, run in runs.items()}
-    add_ratios([row for _, row in rows], effects)
+    add_ratios([row for _, row in rows], {run_id: smallest_effect(run) for run_id, run in runs.items()})
     seen = []
     for name in dict.fromkeys(r["case"] for r in measured):
         mine = [(r, row) for r, row in rows if r["case"] == name and row.get("us") is not None]
@@ -305,8 +304,7 @@ def against(case: Seen, impl: str, other: str) -> stats.Estimate | None:
 def verdict_on(case: Seen, impl: str, other: str) -> str | None:
     """:func:`harness.stats.verdict` on that ratio."""
     ratio = against(case, impl, other)
-    effect = case.run.get("smallest_effect", stats.SMALLEST_EFFECT)
-    return None if ratio is None else stats.verdict(ratio, effect)
+    return None if ratio is None else stats.verdict(ratio, smallest_effect(case.run))
 
 
 def _is_tie(first: Expectation, other: str) -> bool:

@@ -19,6 +19,7 @@ from harness.render.groups import (
     sweeps_of,
     thinned_text,
     uneven_cases,
+    with_share,
 )
 from harness.render.plots_detail import parts_cases
 from harness.render.text import cases_text, code, join, us_text
@@ -45,7 +46,7 @@ class Caption:
 
 
 def _share(comparison: Comparison) -> str:
-    rows = comparison.impls[comparison.impls["share"].notna() & comparison.impls["label"].isin(comparison.shown)]
+    rows = with_share(comparison)
     count = rows.loc[rows.groupby("case")["share"].idxmax(), "label"].value_counts()
     label = next(label for label in comparison.shown if count.get(label, 0) == count.max())
     mine = rows[rows["label"] == label]
@@ -225,7 +226,7 @@ def _error_reading(comparison: Comparison) -> str:
 
 
 def _skew(comparison: Comparison) -> str:
-    rows = comparison.impls[comparison.impls["share"].notna() & comparison.impls["label"].isin(comparison.shown)]
+    rows = with_share(comparison)
     share = rows.set_index(["case", "label"])["share"].to_dict()
     losses = [
         (share[pair.even, label] / share[pair.uneven, label], label, pair)

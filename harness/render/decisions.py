@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from harness import stats
-from harness.render.frame import Comparison, each
+from harness.render.frame import Comparison, each, impl_of
 from harness.render.text import ABSENT, code, join, linked, number_text
 
 
@@ -104,7 +104,7 @@ def leaders(comparison: Comparison) -> list[tuple[str, int]]:
     rows = comparison.impls[comparison.impls["slowdown"].notna()]
     leads = rows[(rows["slowdown"] == 1.0) | rows["tied"].eq(True)]
     counts = leads.groupby("impl", sort=False)["case"].nunique()
-    order = list(dict.fromkeys(label.split(" ", 1)[0] for label in comparison.series))
+    order = list(dict.fromkeys(impl_of(label) for label in comparison.series))
     return sorted(((str(impl), int(n)) for impl, n in counts.items()), key=lambda x: (-x[1], order.index(x[0])))
 
 

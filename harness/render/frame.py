@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness import cost, stats
+from harness import cost
 from harness.record import (
     READ_CEILING,
     STATUSES,
@@ -33,6 +33,7 @@ from harness.render.rows import (
     newest,
     profiles_of,
     row_of,
+    smallest_effect,
     times_of,
 )
 from impls.catalog import IMPLS
@@ -199,12 +200,6 @@ def each(rows: pd.DataFrame) -> Iterable[Any]:
     # pandas' own itertuples makes a class each time, which takes longer than the rows of a case.
     for values in zip(*(rows[name].tolist() for name in names), strict=True):
         yield SimpleNamespace(**dict(zip(names, values, strict=True)))
-
-
-def smallest_effect(run: Record) -> float:
-    """The difference, as a share, that a run's study calls the smallest that matters."""
-    effect: float = run.get("smallest_effect", stats.SMALLEST_EFFECT)
-    return effect
 
 
 def impl_of(label: str) -> str:

@@ -86,7 +86,7 @@ def launch_floor(bounds: pd.DataFrame) -> float | None:
 
 def sweeps_of(comparison: Comparison) -> list[Sweep]:
     """The lengths that the comparison holds at :data:`MIN_BATCHES` batch sizes or more, shortest first."""
-    rows = _even(_with_share(comparison))
+    rows = _even(with_share(comparison))
     found = []
     for key, mine in rows.groupby(["max_kv", *_SHAPE], sort=True):
         if mine["batch"].nunique() < MIN_BATCHES:
@@ -101,14 +101,14 @@ def sweeps_of(comparison: Comparison) -> list[Sweep]:
 
 def uneven_cases(comparison: Comparison) -> list[str]:
     """The cases whose sequences differ in length, and that have a share of the bound."""
-    rows = _with_share(comparison)
+    rows = with_share(comparison)
     uneven = set(rows.loc[rows["batch"] * rows["max_kv"] != rows["total_kv"], "case"])
     return [case for case in comparison.cases if case in uneven]
 
 
 def pairs_of(comparison: Comparison) -> list[Pair]:
     """Each uneven batch with the nearest uniform one of its shape, where there is one of about its bytes."""
-    rows = _with_share(comparison).drop_duplicates("case")
+    rows = with_share(comparison).drop_duplicates("case")
     even = _even(rows)
     pairs = []
     for case in uneven_cases(comparison):
@@ -159,7 +159,8 @@ def thinned_text(n: int, what: str) -> str:
     return f" {MAX_PANELS} of {n} {what} are drawn." if n > MAX_PANELS else ""
 
 
-def _with_share(comparison: Comparison) -> pd.DataFrame:
+def with_share(comparison: Comparison) -> pd.DataFrame:
+    """The rows of a figure that have a share of the bound."""
     rows = comparison.impls
     return rows[rows["share"].notna() & rows["label"].isin(comparison.shown)]
 

@@ -35,6 +35,12 @@ def device_of(run: Record) -> str:
     return str(env.get("gpu") or env.get("cpu") or env.get("device") or "unknown device").removeprefix("NVIDIA ")
 
 
+def smallest_effect(run: Record) -> float:
+    """The difference, as a share, that a run's study calls the smallest that matters."""
+    effect: float = run.get("smallest_effect", stats.SMALLEST_EFFECT)
+    return effect
+
+
 def row_of(record: Record) -> Row:
     """What a measurement says by itself."""
     problem = DecodeProblem.from_dict(record["problem"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness import stats
 from harness.record import TUNING_FILE, Record, read
-from harness.render.rows import device_of
+from harness.render.rows import device_of, smallest_effect
 from harness.render.template import Table
 from harness.render.text import ABSENT, cases_text, code, escape, interval_text, join, us_text
 from harness.tuning import Total, Tuned, totals, tuned, tuning_text
@@ -26,7 +26,7 @@ def tuning_section(folder: Path) -> dict[str, Any] | None:
     if not found:
         return None
     found.sort(key=lambda row: (DecodeProblem.from_dict(row.problem).kv_bytes, row.case, row.impl))
-    smallest = max(runs[row.run_id].get("smallest_effect", stats.SMALLEST_EFFECT) for row in found)
+    smallest = max(smallest_effect(runs[row.run_id]) for row in found)
     overall = sorted(totals(found, smallest), key=lambda total: total.impl)
     return {
         "headline": [_sentence(total) for total in overall],
