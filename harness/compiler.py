@@ -13,9 +13,9 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-from harness.loop import Display
+from harness.loop import Display, last_answer
 from harness.study import Case, Entry
-from harness.worker import Compile, Message, Row, Task, WorkerLost, WorkerPool
+from harness.worker import Compile, Row, WorkerLost, WorkerPool
 from impls.problem import DecodeProblem
 
 MAX_JOBS = 14
@@ -94,15 +94,6 @@ class Compiler:
 def default_jobs(device: str) -> int:
     """Processes to compile in: what the host has cores for on a GPU; on a CPU one, which is who measures."""
     return min(MAX_JOBS, max(1, (os.cpu_count() or 1) - 2)) if device == "cuda" else 1
-
-
-def last_answer(pool: WorkerPool, task: Task, kind: type[Message]) -> Message | None:
-    """The last message of a kind that a task is answered with."""
-    answer = None
-    for message in pool.ask(task):
-        if isinstance(message, kind):
-            answer = message
-    return answer
 
 
 def variant(problem: DecodeProblem, impl: str, tile: Mapping[str, Any]) -> Variant:

@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from harness.record import STREAM_READ
-from harness.study import Case, Entry
-from harness.worker import BOUND, Ready, Row, Step, Task, WorkerLost, WorkerPool
+from harness import cost
+from harness.record import READ_CEILING, STREAM_READ, Record
+from harness.study import Case, Entry, Study
+from harness.worker import BOUND, Ceiling, Message, Ready, Row, Step, Task, WorkerLost, WorkerPool
 
 VOLATILE = ("clocks",)
 """Keys of a run's environment that change by themselves, and do not make it another environment."""
@@ -94,9 +95,55 @@ def run_case(
     display.step(case.name, "", "")
 
 
+def last_answer(pool: WorkerPool, task: Task, kind: type[Message]) -> Message | None:
+    """The last message of a kind that a task is answered with.
+
+    Raises:
+        WorkerLost: as of :meth:`harness.worker.WorkerPool.ask`.
+    """
+    answer = None
+    for message in pool.ask(task):
+        if isinstance(message, kind):
+            answer = message
+    return answer
+
+
+def measure_ceiling(pool: WorkerPool, display: Display) -> Row:
+    """The row of the device's read ceiling; a failed one where the worker is lost over it."""
+    display.say(READ_CEILING)
+    try:
+        row = last_answer(pool, Ceiling(), Row)
+    except WorkerLost as lost:
+        return Row(who=BOUND, status="failed", reason=lost.reason)
+    assert isinstance(row, Row)
+    return row
+
+
+def gbps_of_ceiling(
+    status: str, config: Mapping[str, Any] | None, timing: Mapping[str, Any] | None
+) -> float | None:
+    """The read ceiling in GB/s (1e9 bytes), of the fastest sample of its row; None where that is not ``ok``."""
+    if status != "ok":
+        return None
+    assert config is not None
+    assert timing is not None
+    return cost.gbps(config["bytes"], min(sample["us"] for sample in timing["samples"]))
+
+
 def stable(env: Mapping[str, Any]) -> dict[str, Any]:
     """A run's environment without what changes by itself: a run is continued where this is the same."""
     return {key: value for key, value in env.items() if key not in VOLATILE}
+
+
+def last_run(records: Sequence[Record], study: Study, env: Mapping[str, Any]) -> Record | None:
+    """The last run among a file's records if it can be continued, else None.
+
+    That takes the same study, the same smallest effect, and the same environment as far as it is :func:`stable`.
+    """
+    last = next((r for r in reversed(records) if r["kind"] == "run"), None)
+    if last is None or last["study"] != study.name or last.get("smallest_effect") != study.smallest_effect:
+        return None
+    return last if stable(last["env"]) == stable(env) else None
 
 
 class Display:

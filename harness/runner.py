@@ -24,24 +24,22 @@ from rich.console import Console
 
 from harness import record
 from harness.families import FAMILY_NAMES
-from harness.loop import VOLATILE, Display, RunError, load_all, run_case, stable, start
+from harness.loop import Display, RunError, gbps_of_ceiling, last_run, load_all, measure_ceiling, run_case, start
 from harness.record import READ_CEILING, STREAM_READ, Record, records_file
 from harness.study import Case, Entry, Study
 from harness.worker import (
     BOUND,
     DEADLINE_S,
-    Ceiling,
     Examine,
     Measure,
     Ready,
     Row,
     Setup,
-    WorkerLost,
     WorkerPool,
     default_method,
 )
 
-__all__ = ["VOLATILE", "Outcome", "RunError", "RunSummary", "check_study", "run_study"]
+__all__ = ["Outcome", "RunError", "RunSummary", "check_study", "run_study"]
 
 CHECK_COPIES = 16
 """Copies of a case's K and V that its check may hold at once, of all kinds and dtypes."""
@@ -315,23 +313,8 @@ def _examine(case: Case, families: tuple[str, ...], entries: Mapping[int, Entry]
 
 def _ceiling(pool: WorkerPool, journal: _Journal, display: Display) -> float | None:
     """The device's read ceiling in GB/s, measured once a run; None where that fails."""
-    row = journal.ceiling()
-    if row is None:
-        display.say(READ_CEILING)
-        measured = None
-        try:
-            for message in pool.ask(Ceiling()):
-                if isinstance(message, Row):
-                    measured = message
-        except WorkerLost as lost:
-            measured = Row(who=BOUND, status="failed", reason=lost.reason)
-        assert measured is not None
-        row = journal.add_ceiling(measured)
-    if row["status"] != "ok":
-        return None
-    fastest_us: float = min(sample["us"] for sample in row["timing"]["samples"])
-    read_bytes: int = row["config"]["bytes"]
-    return read_bytes / fastest_us / 1e3
+    row = journal.ceiling() or journal.add_ceiling(measure_ceiling(pool, display))
+    return gbps_of_ceiling(row["status"], row["config"], row["timing"])
 
 
 class _Journal:
@@ -345,20 +328,13 @@ class _Journal:
 
     @classmethod
     def open(cls, path: Path, study: Study, ready: Ready, *, fresh: bool) -> _Journal:
-        """Continue the file's last run, or begin one.
-
-        A run is continued if it is of this study and environment.
-        """
+        """Continue the file's last run if :func:`harness.loop.last_run` allows it, or begin one."""
         records = record.read(path) if path.exists() else []
         measured = [r for r in records if r["kind"] == "measurement"]
         cases = {r["case"] for r in measured if r["case"] is not None}
-        runs = [r for r in records if r["kind"] == "run"]
-        if runs and not fresh:
-            last = runs[-1]
-            same = last["study"] == study.name and stable(last["env"]) == stable(ready.env)
-            if same and last.get("smallest_effect") == study.smallest_effect:
-                rows = [r for r in measured if r["run_id"] == last["run_id"]]
-                return cls(path, last["run_id"], rows, cases)
+        if not fresh and (last := last_run(records, study, ready.env)) is not None:
+            rows = [r for r in measured if r["run_id"] == last["run_id"]]
+            return cls(path, last["run_id"], rows, cases)
         run_id = record.new_run_id()
         made = record.run_record(run_id, study.name, ready.env, smallest_effect=study.smallest_effect)
         record.append(path, made)

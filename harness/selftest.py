@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 from harness import record
 from harness.lies import CASES as LIARS_CASES
 from harness.lies import try_liars
+from harness.loop import RunError, stable
 from harness.record import SELFTEST_FILE
-from harness.runner import VOLATILE, RunError
 from harness.study import Case, Study
 from impls.problem import DecodeProblem
 
@@ -301,7 +301,7 @@ class _Journal:
         """The file's last run, if it is of this environment."""
         records = record.read(path) if path.exists() else []
         runs = [r for r in records if r["kind"] == "run"]
-        if not runs or _stable(runs[-1]["env"]) != _stable(env):
+        if not runs or stable(runs[-1]["env"]) != stable(env):
             return None
         run_id = runs[-1]["run_id"]
         mine = [r for r in records if r["run_id"] == run_id and r.get("experiment") == "done"]
@@ -322,7 +322,3 @@ class _Journal:
         top = {"kind": "trial", "schema": record.SCHEMA, "run_id": self.run_id}
         record.append(self.path, *({**top, **row} for row in (*trials, marker)))
         self.done.add((name, case))
-
-
-def _stable(env: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in env.items() if key not in VOLATILE}

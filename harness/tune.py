@@ -28,14 +28,22 @@ from typing import Any
 from rich.console import Console
 
 from harness import record
-from harness.compiler import Compiler, Variant, default_jobs, last_answer, variant
-from harness.loop import Display, RunError, run_case, stable, start
+from harness.compiler import Compiler, Variant, default_jobs, variant
+from harness.loop import (
+    Display,
+    RunError,
+    gbps_of_ceiling,
+    last_answer,
+    last_run,
+    measure_ceiling,
+    run_case,
+    start,
+)
 from harness.record import TUNING_FILE, Record
 from harness.study import Case, Entry, Study
 from harness.tuning import DEFAULT, Tuned, finalists, tuned, tuning_text
 from harness.worker import (
     DEADLINE_S,
-    Ceiling,
     Measure,
     Proposal,
     Propose,
@@ -130,7 +138,10 @@ def tune_study(
         count = jobs or default_jobs(ready.device)
         others = [stack.enter_context(WorkerPool(chosen, deadline_s)) for _ in range(count if count > 1 else 0)]
         compiler = Compiler(others, display)
-        ceiling_gbps = _ceiling(pool, display) if todo and ready.has_bound else None
+        ceiling_gbps = None
+        if todo and ready.has_bound:
+            ceiling = measure_ceiling(pool, display)
+            ceiling_gbps = gbps_of_ceiling(ceiling.status, ceiling.config, ceiling.timing)
         while todo and time.monotonic() < deadline:
             _CaseTuner(todo.pop(0), pool, compiler, journal, ceiling_gbps, display).tune(impls)
     names = [case.name for case in asked]
@@ -316,12 +327,9 @@ class Journal:
     def open(cls, path: Path, study: Study, ready: Ready, *, fresh: bool) -> Journal:
         """Continue the file's last run if it is of this study, environment and method, or begin one."""
         records = record.read(path) if path.exists() else []
-        runs = [r for r in records if r["kind"] == "run"]
         env = {**ready.env, "method": ready.method, "cache": ready.cache}
-        if runs and not fresh:
-            last = runs[-1]
-            if last["study"] == study.name and stable(last["env"]) == stable(env):
-                return cls(path, last["run_id"], [r for r in records if r["run_id"] == last["run_id"]])
+        if not fresh and (last := last_run(records, study, env)) is not None:
+            return cls(path, last["run_id"], [r for r in records if r["run_id"] == last["run_id"]])
         run_id = record.new_run_id()
         record.append(path, record.run_record(run_id, study.name, env, smallest_effect=study.smallest_effect))
         return cls(path, run_id, [])
@@ -376,20 +384,6 @@ def told(row: Tuned) -> str:
         f"{counts}; own choice {row.default_us:.4g} µs, {row.regret.median:.3f} {span} times the best: "
         f"{tuning_text(row.best)}"
     )
-
-
-def _ceiling(pool: WorkerPool, display: Display) -> float | None:
-    """The device's read ceiling in GB/s; None where it cannot be measured."""
-    display.say("read ceiling")
-    try:
-        row = last_answer(pool, Ceiling(), Row)
-    except WorkerLost:
-        return None
-    if not isinstance(row, Row) or row.timing is None or row.config is None:
-        return None
-    fastest_us: float = min(sample["us"] for sample in row.timing["samples"])
-    read_bytes: int = row.config["bytes"]
-    return read_bytes / fastest_us / 1e3
 
 
 def _is_of(row: Record, case: Case) -> bool:
