@@ -24,7 +24,7 @@ from harness.inputs import input_sets
 from harness.planning import planning
 from harness.spin import SpinningRead, cycles_per_us
 from harness.study import Case
-from harness.trials import SAMPLES, Trial, call_of, head, median_us, sample_together, samples_of
+from harness.trials import REASON_CHARS, SAMPLES, Trial, call_of, head, median_us, sample_together, samples_of
 from impls.catalog import OURS, load
 from impls.contract import DecodeInputs, DecodePlan, ImplUnavailable
 from impls.problem import DecodeProblem
@@ -145,7 +145,7 @@ def example(case: Case, device: torch.device) -> Iterator[Trial]:
         top = head(case, name, "example")
         plan = load(name).plan(case.problem, device)
         if not (result := check_plan(plan, inputs, ref)).ok:
-            yield {**top, "timer": None, "us": None, "reason": f"wrong: {result.reason}"[:200]}
+            yield {**top, "timer": None, "us": None, "reason": f"wrong: {result.reason}"[:REASON_CHARS]}
             continue
         events = EventsTimer(device)
         samples = samples_of(events, case, plan, device, events.max_rounds)
@@ -221,7 +221,7 @@ def _milliseconds(bench: Callable[[], float]) -> Trial:
     try:
         return {"us": bench() * 1e3}
     except Exception as error:
-        return {"us": None, "reason": f"{type(error).__name__}: {error}"[:200]}
+        return {"us": None, "reason": f"{type(error).__name__}: {error}"[:REASON_CHARS]}
 
 
 EXPERIMENTS: Mapping[str, Callable[[Case, torch.device], Iterator[Trial]]] = {

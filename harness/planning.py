@@ -5,9 +5,7 @@ the device: a small kernel turns the lengths into a schedule. Its ``flash_attn_v
 launches that kernel in every call; ``flash_attn_with_kvcache`` takes one that ``get_scheduler_metadata`` made
 before, and makes one itself where it is given none. So for the latter both can be timed, on the same pages.
 
-Sources: ``flash_attn_interface.py`` of the Hopper build; ``hopper/flash_api.cpp``, where ``scheduler_metadata``
-sets ``skip_scheduler_metadata_computation``, and the combine kernel, or a fill where nothing is split, resets the
-counter in it for the next call.
+Sources: ``flash_attn_interface.py`` of the Hopper build; :class:`impls.flash_attn.FlashAttn3Paged`.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,25 +24,19 @@ from harness.check import check_plan
 from harness.cuda_timers import GraphTimer, host_times
 from harness.inputs import input_sets
 from harness.study import Case
-from harness.trials import Trial, head, sample_together
+from harness.trials import REASON_CHARS, Trial, head, sample_together
 from impls.catalog import OURS, load
-from impls.contract import TORCH_DTYPES, DecodeInputs, DecodeOutput, DecodePlan, ImplUnavailable, Scalar
+from impls.contract import DecodeInputs, DecodeOutput, DecodePlan, ImplUnavailable, Scalar
+from impls.flash_attn import FlashAttn3Paged
+from impls.paged_plan import Pages
 from impls.problem import DecodeProblem
 from impls.reference import reference
 
-PAGE = 64
-"""Keys of a page; the packed K and V are looked at as pages, and nothing is copied."""
-
-PAGED = f"flash-attn-3 kvcache, page {PAGE}"
-"""What the paged function is called in the trials; ``flash-attn-3`` is the varlen function of the catalog."""
-
-VARLEN = "flash-attn-3"
+VARLEN, PAGED = "flash-attn-3", "flash-attn-3-paged"
+"""The functions of flash-attn 3 by their ids."""
 
 REPEATS = 20
 """Plans, and whole calls, of which the median is taken."""
-
-REASON_CHARS = 200
-"""Where a reason is cut."""
 
 Makers: TypeAlias = Mapping[tuple[str, str], Callable[[], DecodePlan]]
 """(implementation, ``before``, ``inside`` or ``alone``) -> what makes the plan."""
@@ -58,89 +48,36 @@ class FewRoundsTimer(GraphTimer):
     max_rounds = GraphTimer.min_rounds
 
 
-class PagedPlan:
-    """flash-attn 3 on pages; see :class:`impls.contract.DecodePlan`.
+class SchedulePlan:
+    """The kernel that plans, alone: each call makes a schedule, and no attention.
 
     Args:
-        library: the module ``flash_attn_interface``.
-        problem: of sequences that fill their pages.
+        impl: whose.
+        problem: of sequences that are whole pages.
         device: a CUDA device.
-        ahead: whether the schedule is made here; else the library makes one in every call.
     """
 
-    def __init__(self, library: ModuleType, problem: DecodeProblem, device: torch.device, *, ahead: bool) -> None:
-        self._library = library
+    def __init__(self, impl: FlashAttn3Paged, problem: DecodeProblem, device: torch.device) -> None:
+        self.config: Mapping[str, Scalar] = {"function": "get_scheduler_metadata"}
+        self._impl = impl
         self._problem = problem
-        lengths, table = page_table(problem)
-        self._lengths = lengths.to(device)  # [B] int32
-        self._table = table.to(device)  # [B, pages of the longest] int32
-        self.config: Mapping[str, Scalar] = {"function": "flash_attn_with_kvcache", "page": PAGE, "ahead": ahead}
-        self._schedule = self.schedule() if ahead else None
+        self._pages = Pages.of(problem, device, impl.page_size)
 
-    def schedule(self) -> Tensor:
-        """Launch the kernel that plans, and return what it makes: int32, of a size that the library knows."""
-        p = self._problem
-        made: Tensor = self._library.get_scheduler_metadata(
-            p.batch,
-            1,
-            self._table.shape[1] * PAGE,  # the longest sequence that the pages can hold, as the call takes it
-            p.heads_q,
-            p.heads_kv,
-            p.head_dim,
-            self._lengths,
-            qkv_dtype=TORCH_DTYPES[p.dtype],
-            page_size=PAGE,
-        )
-        return made
+    def schedule(self) -> object:
+        """Launch it; returns what it makes."""
+        return self._impl.schedule(self._problem, self._pages)
 
     def new_output(self) -> None:
-        """None: the library allocates its own output."""
+        """None: there is no output."""
 
     def workspaces(self) -> tuple[Tensor, ...]:
-        """None that a check may fill: the schedule is a table."""
+        """None: the schedule is made anew in every call."""
         return ()
-
-    def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
-        """Call the library; ``out`` is not used."""
-        p = self._problem
-        result, lse, *_ = self._library.flash_attn_with_kvcache(
-            inputs.q.unsqueeze(1),  # [B, 1, Hq, D]
-            inputs.k.view(-1, PAGE, p.heads_kv, p.head_dim),
-            inputs.v.view(-1, PAGE, p.heads_kv, p.head_dim),
-            cache_seqlens=self._lengths,
-            page_table=self._table,
-            softmax_scale=p.softmax_scale,
-            scheduler_metadata=self._schedule,
-            return_softmax_lse=True,
-        )
-        return DecodeOutput(result.squeeze(1), lse.squeeze(-1))
-
-
-class SchedulePlan(PagedPlan):
-    """The kernel that plans, alone: each call makes a schedule, and no attention."""
 
     def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
         """Launch it; returns q itself as a stand-in for an output."""
         self._made = self.schedule()  # kept, so that the graph's memory is
         return DecodeOutput(inputs.q, None)
-
-
-def page_table(problem: DecodeProblem) -> tuple[Tensor, Tensor]:
-    """Lengths ``[B]`` and the pages of each sequence ``[B, pages of the longest]``, int32, on the CPU.
-
-    Places past a sequence's end name page 0 and are not read.
-
-    Raises:
-        ValueError: for a sequence that does not fill its pages: the next would not begin with one.
-    """
-    for b, n in enumerate(problem.kv_lens):
-        if n % PAGE or not n:
-            raise ValueError(f"kv_lens[{b}]: expected a multiple of {PAGE} above 0 (whole pages), got {n}")
-    table = torch.zeros((problem.batch, problem.max_kv // PAGE), dtype=torch.int32)
-    for b, n in enumerate(problem.kv_lens):
-        first = problem.cu_seqlens[b] // PAGE
-        table[b, : n // PAGE] = torch.arange(first, first + n // PAGE, dtype=torch.int32)
-    return torch.tensor(problem.kv_lens, dtype=torch.int32), table
 
 
 def planning(case: Case, device: torch.device) -> Iterator[Trial]:
@@ -184,22 +121,22 @@ def _makers(problem: DecodeProblem, device: torch.device) -> tuple[Makers, dict[
     makers: dict[tuple[str, str], Callable[[], DecodePlan]] = {
         (name, "before"): partial(load(name).plan, problem, device) for name in OURS
     }
-    try:
-        varlen = load(VARLEN)
-    except ImplUnavailable as error:
-        return makers, {VARLEN: str(error)}
-    if (rule := varlen.unsupported(problem, device)) is not None:
-        return makers, {VARLEN: rule}
-    makers[VARLEN, "inside"] = partial(varlen.plan, problem, device)
-    try:
-        page_table(problem)
-    except ValueError as error:
-        return makers, {PAGED: str(error)}
-    library = import_module("flash_attn_interface")
-    makers[PAGED, "before"] = partial(PagedPlan, library, problem, device, ahead=True)
-    makers[PAGED, "inside"] = partial(PagedPlan, library, problem, device, ahead=False)
-    makers[PAGED, "alone"] = partial(SchedulePlan, library, problem, device, ahead=False)
-    return makers, {}
+    refused: dict[str, str] = {}
+    for name in (VARLEN, PAGED):
+        try:
+            impl = load(name)
+        except ImplUnavailable as error:
+            refused[name] = str(error)
+            continue
+        if (rule := impl.unsupported(problem, device)) is not None:
+            refused[name] = rule
+        elif isinstance(impl, FlashAttn3Paged):
+            makers[name, "before"] = partial(impl.plan, problem, device, {"scheduled_by": "plan"})
+            makers[name, "inside"] = partial(impl.plan, problem, device, {"scheduled_by": "call"})
+            makers[name, "alone"] = partial(SchedulePlan, impl, problem, device)
+        else:
+            makers[name, "inside"] = partial(impl.plan, problem, device)
+    return makers, refused
 
 
 def _plan_us(name: str, problem: DecodeProblem, device: torch.device, makers: Makers) -> float | None:
@@ -208,8 +145,9 @@ def _plan_us(name: str, problem: DecodeProblem, device: torch.device, makers: Ma
         # One key less each, and as many pages or blocks: what the next step of a server asks for.
         other = replace(problem, kv_lens=tuple(abs(n - 1) for n in problem.kv_lens))
         return _wait_us(partial(load(name).plan, other, device))
-    if (name, "before") in makers:
-        plan: Any = makers[name, "before"]()
+    if (name, "alone") in makers:
+        plan = makers[name, "alone"]()
+        assert isinstance(plan, SchedulePlan)
         return _wait_us(plan.schedule)
     return None
 

@@ -21,6 +21,9 @@ Trial: TypeAlias = dict[str, Any]
 SAMPLES = 11
 """Samples of a timer whose median is taken, where nothing is compared round by round."""
 
+REASON_CHARS = 200
+"""Characters of a reason that a trial keeps."""
+
 
 @dataclass(frozen=True)
 class Sampled:

@@ -18,10 +18,16 @@ from impls.contract import TORCH_DTYPES, Scalar, check_tuning
 from impls.libraries import distributions, import_library, sm_count
 from impls.paged_plan import PagedImpl, PagedPlan, Pages
 from impls.problem import DecodeProblem
-from impls.varlen_plan import VarlenImpl, VarlenPlan
+from impls.varlen_plan import VarlenImpl, VarlenPlan, library_splits
 
 FLASH_ATTN_3 = "flash_attn_interface"
 """The module that the Hopper builds are imported by."""
+
+SCHEDULED_BY = ("plan", "call")
+"""Who makes the schedule of flash-attn 3's paged function: ``plan``, or the library in every call."""
+
+CHOSEN_ON_DEVICE = "chosen by the library for each sequence, on the device; not reported"
+"""What the record says of flash-attn 3's splits."""
 
 
 class FlashAttn2(VarlenImpl):
@@ -78,7 +84,7 @@ class FlashAttn2Paged(PagedImpl):
         tuning: Mapping[str, Scalar] | None = None,
     ) -> PagedPlan:
         """See :meth:`impls.contract.DecodeImpl.plan`; ``num_splits`` 0 leaves the choice to the library."""
-        num_splits = check_tuning(tuning, {"num_splits": 0})["num_splits"]
+        num_splits = library_splits(check_tuning(tuning, {"num_splits": 0}))
 
         pages = Pages.of(problem, device, self.page_size)
         config: dict[str, Scalar] = {
@@ -124,7 +130,7 @@ class FlashAttn3(VarlenImpl):
         tuning: Mapping[str, Scalar] | None = None,
     ) -> VarlenPlan:
         """See :meth:`impls.contract.DecodeImpl.plan`; ``num_splits`` 0 leaves the choice to the library."""
-        num_splits = check_tuning(tuning, {"num_splits": 0})["num_splits"]
+        num_splits = library_splits(check_tuning(tuning, {"num_splits": 0}))
 
         config: dict[str, Scalar] = {
             "library": "flash-attn",
@@ -132,7 +138,7 @@ class FlashAttn3(VarlenImpl):
             "function": "flash_attn_interface.flash_attn_varlen_func",
             "num_splits": num_splits,
             "splits_max": None,
-            "splits_note": "chosen by the library for each sequence, on the device; not reported",
+            "splits_note": CHOSEN_ON_DEVICE,
         }
         options = {"softmax_scale": problem.softmax_scale, "num_splits": num_splits, **self._asking}
         return VarlenPlan(problem, device, self._function, options, config)
@@ -142,7 +148,9 @@ class FlashAttn3Paged(PagedImpl):
     """``flash_attn_interface.flash_attn_with_kvcache``: pages of 64 keys, the schedule made by ``plan``.
 
     ``get_scheduler_metadata`` decides on the device how each sequence is split; the varlen function does the
-    same in every call. The metadata end with a counter that a call uses and leaves at 0 again.
+    same in every call, and so does this one where it is given none (``scheduled_by="call"``). The metadata end
+    with a counter that a call uses and leaves at 0 again: ``flash_api.cpp`` sets
+    ``skip_scheduler_metadata_computation``, and the combine kernel, or a fill where nothing is split, resets it.
     """
 
     name = "flash-attn-3-paged"
@@ -165,8 +173,15 @@ class FlashAttn3Paged(PagedImpl):
         device: torch.device,
         tuning: Mapping[str, Scalar] | None = None,
     ) -> PagedPlan:
-        """See :meth:`impls.contract.DecodeImpl.plan`; ``num_splits`` 0 leaves the choice to the library."""
-        num_splits = check_tuning(tuning, {"num_splits": 0})["num_splits"]
+        """See :meth:`impls.contract.DecodeImpl.plan`.
+
+        Of the tuning, ``num_splits`` 0 leaves the choice to the library, and ``scheduled_by`` is one of
+        :data:`SCHEDULED_BY`.
+        """
+        choice = check_tuning(tuning, {"num_splits": 0, "scheduled_by": SCHEDULED_BY[0]})
+        num_splits, scheduled_by = library_splits(choice), choice["scheduled_by"]
+        if scheduled_by not in SCHEDULED_BY:
+            raise ValueError(f"scheduled_by: expected one of {', '.join(SCHEDULED_BY)}, got {scheduled_by!r}")
 
         pages = Pages.of(problem, device, self.page_size)
         config: dict[str, Scalar] = {
@@ -175,20 +190,30 @@ class FlashAttn3Paged(PagedImpl):
             "function": "flash_attn_interface.flash_attn_with_kvcache",
             "num_splits": num_splits,
             "splits_max": None,
-            "splits_note": "chosen by the library for each sequence, on the device, by plan; not reported",
-            "scheduler_metadata": "made by plan",
+            "splits_note": CHOSEN_ON_DEVICE,
+            "scheduler_metadata": f"made by {scheduled_by}",
         }
         options = {
             "page_table": pages.table,
             "cache_seqlens": pages.lengths,
             "softmax_scale": problem.softmax_scale,
-            "scheduler_metadata": self._metadata(problem, pages, num_splits),
+            "scheduler_metadata": self.schedule(problem, pages, num_splits) if scheduled_by == "plan" else None,
             "num_splits": num_splits,
             "return_softmax_lse": True,
         }
         return PagedPlan(problem, device, self.page_size, self._function, options, config)
 
-    def _metadata(self, problem: DecodeProblem, pages: Pages, num_splits: Scalar) -> Any:
+    def schedule(self, problem: DecodeProblem, pages: Pages, num_splits: int = 0) -> Any:
+        """Launch the kernel that plans, and return what it makes: int32, of a size that the library knows.
+
+        Args:
+            problem: what is to be computed.
+            pages: of its keys.
+            num_splits: as for :meth:`plan`.
+
+        Returns:
+            The metadata; None without a page.
+        """
         if not pages.width:
             return None  # nothing to schedule, and nothing will be called
         return self._schedule(

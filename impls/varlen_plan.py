@@ -49,6 +49,18 @@ def without_keys(out: DecodeOutput) -> DecodeOutput:
     return out
 
 
+def library_splits(choice: Mapping[str, Scalar]) -> int:
+    """The ``num_splits`` of a tuning as these libraries take it: 0 leaves the choice to them.
+
+    Raises:
+        ValueError: if that is not an integer of at least 0.
+    """
+    value = choice["num_splits"]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"num_splits: expected an integer >= 0 (0: the library chooses), got {value!r}")
+    return value
+
+
 class VarlenPlan:
     """A plan around a varlen function of the flash-attn family; see :class:`impls.contract.DecodePlan`.
 

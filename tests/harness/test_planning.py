@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from harness import planning
 from harness.study import Case
-from impls.contract import DecodeInputs, DecodeOutput, DecodePlan, ImplUnavailable
+from impls.contract import DecodeImpl, DecodeInputs, DecodeOutput, DecodePlan, ImplUnavailable
+from impls.flash_attn import SCHEDULED_BY, FlashAttn3Paged
+from impls.paged_plan import check_pages
 from impls.problem import DecodeProblem
 from impls.reference import reference
 from tests.harness import fakes
@@ -40,6 +43,7 @@ class Library:
         cache_seqlens: Tensor,
         qkv_dtype: torch.dtype = torch.bfloat16,
         page_size: int | None = None,
+        num_splits: int = 0,
     ) -> Tensor:
         self.scheduled.append({key: value for key, value in locals().items() if key != "self"})
         return torch.zeros(13, dtype=torch.int32)
@@ -53,6 +57,7 @@ class Library:
         page_table: Tensor,
         softmax_scale: float,
         scheduler_metadata: Tensor | None,
+        num_splits: int,
         return_softmax_lse: bool,
     ) -> tuple[Tensor, ...]:
         assert return_softmax_lse
@@ -76,39 +81,27 @@ class Library:
         return out.unsqueeze(1), found.lse.float().unsqueeze(-1), torch.empty(0), torch.empty(0)
 
 
-def test_pages_are_those_of_the_packed_tensor() -> None:
-    lengths, table = planning.page_table(DecodeProblem(kv_lens=(128, 64, 192), heads_q=1, heads_kv=1, head_dim=64))
-    assert lengths.tolist() == [128, 64, 192]
-    assert table.tolist() == [[0, 1, 0], [2, 0, 0], [3, 4, 5]]
-    assert (lengths.dtype, table.dtype) == (torch.int32, torch.int32)
+def paged(library: Library, monkeypatch: pytest.MonkeyPatch) -> FlashAttn3Paged:
+    """The adapter of the catalog around the stand-in, on the CPU."""
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", library)
+    impl = FlashAttn3Paged()
+    monkeypatch.setattr(impl, "unsupported", lambda problem, device: check_pages(problem, impl.page_size))
+    return impl
 
 
-@pytest.mark.parametrize(("lens", "got"), [((64, 63), 63), ((0, 64), 0)])
-def test_a_sequence_that_does_not_fill_its_pages_is_refused(lens: tuple[int, ...], got: int) -> None:
-    with pytest.raises(ValueError, match=rf"expected a multiple of 64 above 0 \(whole pages\), got {got}"):
-        planning.page_table(DecodeProblem(kv_lens=lens, heads_q=1, heads_kv=1, head_dim=64))
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_the_paged_call_reads_views_and_takes_the_schedule_made_ahead(ahead: bool) -> None:
-    library: Any = Library()
+@pytest.mark.parametrize("scheduled_by", SCHEDULED_BY)
+def test_the_paged_call_takes_the_schedule_made_before_or_none(
+    scheduled_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library()
     inputs = planning.input_sets(PROBLEM, 3, CPU, 1)[0]
-    plan = planning.PagedPlan(library, PROBLEM, CPU, ahead=ahead)
-    for _ in range(2):
-        output = plan.run(inputs, None)
+    plan = paged(library, monkeypatch).plan(PROBLEM, CPU, {"scheduled_by": scheduled_by})
     assert planning.check_plan(plan, inputs, reference(inputs)).ok
-    assert output.out.shape == (2, 4, 64)
-    assert output.lse is not None
-    assert output.lse.shape == (2, 4)
-    assert len(library.scheduled) == (1 if ahead else 0)
+    ahead = scheduled_by == "plan"
+    assert len(library.scheduled) == ahead
+    assert library.schedules
     assert all((schedule is not None) == ahead for schedule in library.schedules)
-    if ahead:
-        asked = library.scheduled[0]
-        assert asked.pop("cache_seqlens").tolist() == [128, 64]
-        assert asked == {
-            **{"batch_size": 2, "max_seqlen_q": 1, "max_seqlen_k": 128, "num_heads_q": 4, "num_heads_kv": 2},
-            **{"headdim": 64, "qkv_dtype": torch.float16, "page_size": 64},
-        }
+    assert plan.config["scheduler_metadata"] == f"made by {scheduled_by}"
 
 
 class Varlen(fakes.Right):
@@ -129,7 +122,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, dict[str, An
     """The experiment on a CPU: fake kernels of ours, a stand-in library, a fake timer, nothing to wait for."""
 
     def experiment(case: Case = CASE, varlen: type[fakes.Right] = Varlen, wrong: bool = False) -> dict[str, Any]:
-        def load(name: str) -> fakes.Right:
+        def load(name: str) -> DecodeImpl:
+            if name == planning.PAGED:
+                if varlen is Unavailable:  # both are of one library
+                    return Unavailable()
+                return paged(Library(wrong), monkeypatch)
             return varlen() if name == planning.VARLEN else fakes.Right()
 
         def host_times(plan: DecodePlan, sets: Sequence[DecodeInputs], calls: int) -> dict[str, float]:
@@ -137,7 +134,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, dict[str, An
             return {"launch_us": 10.0, "end_to_end_us": 30.0}
 
         monkeypatch.setattr(planning, "load", load)
-        monkeypatch.setattr(planning, "import_module", lambda name: Library(wrong))
         monkeypatch.setattr(planning, "FewRoundsTimer", RoundsOfWall)
         monkeypatch.setattr(planning, "host_times", host_times)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -169,14 +165,15 @@ def test_lengths_that_are_no_whole_pages_leave_the_paged_function_out(
     run: Callable[..., dict[str, dict[str, Any]]],
 ) -> None:
     trials = run(Case(name="odd", problem=DecodeProblem(kv_lens=(65,), heads_q=2, heads_kv=1, head_dim=64), seed=0))
-    assert trials[planning.PAGED]["reason"].startswith("kv_lens[0]: expected a multiple of 64")
+    assert trials[planning.PAGED]["reason"].startswith("kv_lens: expected multiples of 64")
     assert "before" not in trials[planning.PAGED]
     assert trials[planning.VARLEN]["inside"] == [20.0] * 4
 
 
 def test_without_the_library_ours_remain(run: Callable[..., dict[str, dict[str, Any]]]) -> None:
     trials = run(varlen=Unavailable)
-    assert trials[planning.VARLEN]["reason"] == "import flash_attn_interface: not here"
+    for name in (planning.VARLEN, planning.PAGED):
+        assert trials[name]["reason"] == "import flash_attn_interface: not here"
     assert {name for name, trial in trials.items() if "before" in trial} == set(planning.OURS)
 
 
@@ -187,10 +184,10 @@ def test_what_is_wrong_is_not_timed(run: Callable[..., dict[str, dict[str, Any]]
     assert trials[planning.VARLEN]["inside"] == [20.0] * 4
 
 
-def test_the_schedule_alone_computes_no_attention() -> None:
-    library: Any = Library()
+def test_the_schedule_alone_computes_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
     inputs = planning.input_sets(PROBLEM, 3, CPU, 1)[0]
-    output: DecodeOutput = planning.SchedulePlan(library, PROBLEM, CPU, ahead=False).run(inputs, None)
+    output: DecodeOutput = planning.SchedulePlan(paged(library, monkeypatch), PROBLEM, CPU).run(inputs, None)
     assert output.out is inputs.q
     assert len(library.scheduled) == 1
     assert library.schedules == []

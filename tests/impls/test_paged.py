@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.check import check_plan
 from harness.inputs import LAYOUTS, guard, make_inputs
 from impls import flash_attn, libraries
-from impls.contract import DecodeInputs, ImplUnavailable, PlanRefused
+from impls.contract import DecodeInputs, ImplUnavailable, PlanRefused, Scalar
 from impls.flash_attn import FlashAttn2Paged, FlashAttn3Paged
 from impls.paged_plan import PagedImpl, Pages, as_pages, check_pages
 from impls.problem import DecodeProblem
@@ -223,6 +223,19 @@ def test_flash_attn_3_is_scheduled_once_by_plan(fa3: tuple[FlashAttn3Paged, Hopp
     assert called["scheduler_metadata"].tolist() == [1]
     assert plan.config["version"] == "some-fa3 3.0.0"
     assert plan.config["page_size"] == 64
+
+
+@pytest.mark.parametrize("num_splits", ["auto", -1, True, None])
+def test_a_split_count_that_the_library_cannot_take_is_refused(
+    fa3: tuple[FlashAttn3Paged, Hopper], num_splits: Scalar
+) -> None:
+    with pytest.raises(ValueError, match=r"num_splits: expected an integer >= 0 \(0: the library chooses\), got"):
+        fa3[0].plan(problem(64), CPU, {"num_splits": num_splits})
+
+
+def test_who_makes_the_schedule_is_asked_by_a_known_name(fa3: tuple[FlashAttn3Paged, Hopper]) -> None:
+    with pytest.raises(ValueError, match="scheduled_by: expected one of plan, call, got 'host'"):
+        fa3[0].plan(problem(64), CPU, {"scheduled_by": "host"})
 
 
 @pytest.mark.parametrize("lens", [(0, 0), ()])
