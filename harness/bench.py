@@ -28,7 +28,7 @@ from harness.inputs import input_sets
 from harness.rounds import take_rounds
 from harness.screen import Screener
 from harness.study import Entry
-from harness.timing import CaptureFailed, Lap, NotTheWork, Timer, judge
+from harness.timing import CaptureFailed, Lap, NotTheWork, Timer, conditions, judge, timed_sets
 from harness.worker import (
     BOUND,
     BOUNDS,
@@ -246,7 +246,7 @@ class Bench:
         """The bound's fastest configuration for these inputs, with the whole sweep in its config."""
         assert self._bound is not None
         self._at(BOUND, "sweep")
-        sets = self._timed_sets(sets)
+        sets = timed_sets(self._timer, sets)
         tunings: Sequence[Mapping[str, Scalar]] = self._bound.sweep()
         plans = [self._bound.plan(problem, self._device, tuning) for tuning in tunings]
         laps = [self._timer.lap(plan, sets, rotations=1) for plan in plans]
@@ -276,7 +276,7 @@ class Bench:
             last: the reference of the last set; None for the bound, which computes nothing.
             ceiling_gbps: for :func:`harness.timing.judge`.
         """
-        sets = self._timed_sets(sets)
+        sets = timed_sets(self._timer, sets)
         problem = sets[0].problem
         rows: dict[int, Row] = {}
 
@@ -296,7 +296,6 @@ class Bench:
         taken = take_rounds(
             self._timer, {who: partial(lap, candidate) for who, candidate in candidates.items()}, attempt
         )
-        working_set = sum(_set_bytes(inputs) for inputs in sets) + self._timer.flush_bytes(problem)
         clocks = to_record(taken.readings)
         for who, timed in taken.laps.items():
             row = candidates[who].row
@@ -308,23 +307,10 @@ class Bench:
             if row.status == "ok" and who not in rows:
                 samples = taken.samples[who]
                 reason = judge([s["us"] for s in samples], kv_bytes=problem.kv_bytes, ceiling_gbps=ceiling_gbps)
-                row = replace(
-                    row,
-                    status="ok" if reason is None else "invalid",
-                    reason=reason,
-                    timing={
-                        "method": self._timer.method,
-                        "cache": self._timer.cache,
-                        "working_set_bytes": working_set,
-                        "input_sets": len(sets),
-                        "calls_per_sample": timed.calls,
-                        "kernels": timed.kernels,
-                        "host": host,
-                        "breakdown": timed.breakdown(),
-                        "clocks": clocks,
-                        "samples": samples,
-                    },
-                )
+                beside = {"host": host, "breakdown": timed.breakdown(), "clocks": clocks}
+                timing = {**conditions(self._timer, timed, sets), **beside, "samples": samples}
+                status = "ok" if reason is None else "invalid"
+                row = replace(row, status=status, reason=reason, timing=timing)
             rows.setdefault(who, row)
         for who in candidates:
             # A row that failed in here keeps what was learnt before.
@@ -417,10 +403,6 @@ class Bench:
                 )
         return input_sets(problem, seed, self._device, count)
 
-    def _timed_sets(self, sets: Sequence[DecodeInputs]) -> Sequence[DecodeInputs]:
-        """Those that the timed calls take."""
-        return sets if self._timer.rotates else sets[-1:]
-
     def _timed(self, action: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
         """What the action returns, and the seconds until it and the device were done."""
         self._synchronize()
@@ -471,10 +453,6 @@ def _other_lengths(problem: DecodeProblem, impl: DecodeImpl, device: torch.devic
         if impl.unsupported(other, device) is None:
             return other
     return problem
-
-
-def _set_bytes(inputs: DecodeInputs) -> int:
-    return sum(t.nbytes for t in (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_k))
 
 
 def _finite(us: float) -> float | None:

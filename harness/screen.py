@@ -18,7 +18,7 @@ import torch
 from harness import clocks
 from harness.check import check_plan
 from harness.study import Entry
-from harness.timing import Timer, judge
+from harness.timing import Timer, conditions, judge, timed_sets
 from harness.worker import Compile, Proposal, Propose, Row, Screen
 from impls.contract import DecodeImpl, DecodeInputs, DecodePlan
 from impls.problem import DecodeProblem
@@ -154,7 +154,7 @@ class Screener:
 
     def _sample(self, plan: DecodePlan, sets: Sequence[DecodeInputs], best_us: float) -> dict[str, Any]:
         """A record's ``timing``; one sample alone where that is hopeless."""
-        timed = sets if self._timer.rotates else sets[-1:]
+        timed = timed_sets(self._timer, sets)
         lap = self._timer.lap(plan, timed, rotations=1)
         before = self._timer.clocks()
         times = [lap.sample()]
@@ -163,12 +163,7 @@ class Screener:
             times.append(lap.sample())
         throttled = clocks.throttled([before, self._timer.clocks()])
         return {
-            "method": self._timer.method,
-            "cache": self._timer.cache,
-            "working_set_bytes": sum(_bytes(inputs) for inputs in timed) + self._timer.flush_bytes(sets[0].problem),
-            "input_sets": len(timed),
-            "calls_per_sample": lap.calls,
-            "kernels": lap.kernels,
+            **conditions(self._timer, lap, timed),
             "samples": [
                 {"round": i, "us": us if math.isfinite(us) else None, "throttled": throttled}
                 for i, us in enumerate(times)
@@ -180,7 +175,3 @@ def what_it_is(impl: str, plan: DecodePlan) -> object:
     """What tells a plan from another of the same problem: all it came to, but not how its splits were asked for."""
     config = tuple(sorted((key, str(value)) for key, value in plan.config.items() if key != "num_splits"))
     return impl, config, getattr(plan, "split_counts", plan.config.get("num_splits"))
-
-
-def _bytes(inputs: DecodeInputs) -> int:
-    return sum(t.nbytes for t in (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_k))

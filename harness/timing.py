@@ -187,6 +187,30 @@ class _WallLap:
         return None
 
 
+def timed_sets(timer: Timer, sets: Sequence[DecodeInputs]) -> Sequence[DecodeInputs]:
+    """Of the input sets of a case those that the timed calls take."""
+    return sets if timer.rotates else sets[-1:]
+
+
+def conditions(timer: Timer, lap: Lap, sets: Sequence[DecodeInputs]) -> dict[str, Any]:
+    """What a record's ``timing`` says of all samples of a lap: everything but them and what was found beside them.
+
+    Args:
+        timer: that made the lap.
+        lap: of one plan.
+        sets: of :func:`timed_sets`.
+    """
+    tensors = (t for inputs in sets for t in (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_k))
+    return {
+        "method": timer.method,
+        "cache": timer.cache,
+        "working_set_bytes": sum(t.nbytes for t in tensors) + timer.flush_bytes(sets[0].problem),
+        "input_sets": len(sets),
+        "calls_per_sample": lap.calls,
+        "kernels": lap.kernels,
+    }
+
+
 def judge(samples_us: Sequence[float | None], *, kv_bytes: int, ceiling_gbps: float | None) -> str | None:
     """Why the times of one plan cannot be true, or None.
 
