@@ -21,9 +21,16 @@ ring buffer    ``[stages, rows, cols]``   ``[stages, rows, cols]``        ``[row
 and its scalar GEMM wants two-dimensional operands: hence this file rather than one more branch in the body.
 """
 
+import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import tilelang.language as T
+import torch
+from tilelang.contrib.cc import get_cplus_compiler
+
+from impls.contract import DecodeInputs, InputError
+from impls.splits import check_offsets
 
 
 @T.macro
@@ -257,3 +264,52 @@ class Cpu(Machine):
     def tile(self, ring: Any, stage: Any) -> Any:
         """The buffer itself."""
         return ring
+
+
+MACHINES: Mapping[str, Machine] = {machine.name: machine for machine in (Hopper(), Ampere(), Cpu())}
+"""The machines, by the name that a plan's config states."""
+
+
+def choose_machine(device: torch.device) -> Machine:
+    """The machine whose kernels run on a device."""
+    if device.type == "cpu":
+        return MACHINES["cpu"]
+    return MACHINES["sm_90a" if torch.cuda.get_device_capability(device) == (9, 0) else "sm_80"]
+
+
+def compute_dtype(machine: Machine, dtype: str) -> str:
+    """The dtype that a kernel computes a problem of ``dtype`` in; the C target has no bfloat16."""
+    return "float32" if machine.target == "c" and dtype == "bfloat16" else dtype
+
+
+def check_layout(machine: Machine, inputs: DecodeInputs) -> None:
+    """Refuse by name the views that the machine's copies cannot read; host values only, nothing is copied.
+
+    Raises:
+        InputError: naming the tensor and the stride.
+    """
+    if not inputs.q.is_contiguous():
+        raise InputError(f"q: expected contiguous, got strides {inputs.q.stride()}")
+    for name, x in (("k", inputs.k), ("v", inputs.v)):
+        if machine.tma:
+            unit = 16 // x.element_size()
+            if x.data_ptr() % 16 or any(stride % unit for stride in x.stride()[:2]):
+                raise InputError(
+                    f"{name}: expected a 16-byte aligned start and strides that are multiples of {unit} (TMA), "
+                    f"got address {x.data_ptr():#x} and strides {x.stride()}"
+                )
+        elif machine.target == "cuda" and not x.is_contiguous():
+            raise InputError(f"{name}: expected contiguous (cp.async), got strides {x.stride()}")
+        if not machine.tma and (refusal := check_offsets(x.shape[0] * x.stride(0), name)):
+            raise InputError(refusal)
+
+
+def missing_compiler() -> str | None:
+    """What the C target lacks to compile here, or None: it takes CXX, CC, g++, clang++ or c++."""
+    try:
+        compiler = get_cplus_compiler()
+    except Exception as error:  # with what it looked for
+        return f"C++ compiler (TileLang's C target): {error}"
+    if compiler is None or shutil.which(compiler) is None:
+        return f"C++ compiler (TileLang's C target): expected {compiler or 'one'} on PATH, found none"
+    return None

@@ -11,7 +11,7 @@ Tiling. K and V go through a ring of ``num_stages`` tiles in shared memory, fill
 ``cp.async`` (sm_80) with no producer warp: the threads that have just finished a tile refill its stage.
 Small head groups use tiles of 16 rows and ``mma.sync``, the four warps side by side over keys and then over
 the head dim, P through shared memory; with 64 rows each warp owns 16 of them, P stays in registers, and on
-sm_90a both products are ``wgmma``.
+sm_90a both products are ``wgmma``. The tile is chosen in :mod:`impls.tilelang_tile`.
 
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
 fills the SMs, or a few where lengths differ (:func:`impls.splits.balanced_counts`); an integer gives every
@@ -30,36 +30,38 @@ the ring and its waits are written out, and the softmax denominator is summed ac
 """
 
 import logging
-import math
-import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, InputError, Scalar, check_tuning
+from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, check_tuning
+from impls.libraries import sm_count
 from impls.problem import DecodeProblem
-from impls.space import Configuration, Space, configurations, too_large
-from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan, positive
-from impls.splits import check_offsets
+from impls.space import Configuration, configurations, too_large
+from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan
 
 try:
     import tilelang
     import tilelang.language as T
-    from tilelang.contrib.cc import get_cplus_compiler
 
-    from impls.tilelang_machines import Ampere, Cpu, Hopper, Machine
+    from impls.tilelang_machines import (
+        MACHINES,
+        Machine,
+        check_layout,
+        choose_machine,
+        compute_dtype,
+        missing_compiler,
+    )
+    from impls.tilelang_tile import SPACE, TILE_TUNING, Tile, choose_tile, combine_threads, tile_bytes
 except Exception as error:  # its native libraries fail in more ways than ImportError
     raise ImplUnavailable(f"import tilelang: {type(error).__name__}: {error}") from error
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-
-MACHINES: Mapping[str, Machine] = {machine.name: machine for machine in (Hopper(), Ampere(), Cpu())}
-"""The machines, by the name that a plan's config states."""
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 """The head dims that are compiled and tested."""
@@ -73,23 +75,8 @@ EXAMPLE_SPLITS = 8
 BLOCK_S = 16
 """Splits that the combine kernel merges at a time."""
 
-TUNING: Mapping[str, Scalar] = {
-    **SPLIT_TUNING,
-    "block_n": None,
-    "block_h": None,
-    "num_stages": None,
-    "threads": 128,
-}
-"""What ``plan`` lets the caller choose; None means the rule in :func:`choose_tile`."""
-
-SPACE: Space = (
-    # What the official example is tuned over: 64 rows, `wgmma`.
-    {"block_h": (64,), "block_n": (64, 128), "num_stages": (1, 2, 3)},
-    # The group's own rows, `mma.sync`.
-    {"block_n": (32, 64, 128), "num_stages": (2, 3, 4)},
-    {"block_n": (64,), "num_stages": (3,), "threads": (64, 256)},
-)
-"""The tiles that a tuner tries; the official example's are in ``get_configs`` of ``example_gqa_decode.py``."""
+TUNING: Mapping[str, Scalar] = {**SPLIT_TUNING, **TILE_TUNING}
+"""What ``plan`` lets the caller choose."""
 
 logging.getLogger("tilelang").setLevel(logging.WARNING)  # one line for each compilation otherwise
 
@@ -343,61 +330,6 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
     return combine
 
 
-@dataclass(frozen=True)
-class Tile:
-    """The shape of the split kernel: everything it is compiled for besides heads, head dim and dtype."""
-
-    block_h: int
-    block_n: int
-    num_stages: int
-    threads: int
-
-
-def choose_machine(device: torch.device) -> Machine:
-    """The machine whose kernels run on a device."""
-    if device.type == "cpu":
-        return MACHINES["cpu"]
-    return MACHINES["sm_90a" if torch.cuda.get_device_capability(device) == (9, 0) else "sm_80"]
-
-
-def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar]) -> Tile:
-    """The caller's tile where there is one, else the rule.
-
-    ``block_h`` is the group of query heads that shares a KV head, padded to the 16 rows of an ``mma`` (over 64:
-    several tiles); the C target has no such unit and takes the group as it is. Decode is bound by reading K and
-    V, so ``block_n`` and ``num_stages`` are chosen for bytes in flight: the longest tile, up to 128 keys, of
-    which two fit the machine's ring, and then as many stages as fit.
-    """
-    group = problem.group
-    if machine.target == "c":
-        block_h, block_n, stages = min(group, 64), 64, 1
-    else:
-        block_h = next((h for h in (16, 32) if group <= h), 64)
-        key_bytes = 2 * machine.padded(problem.head_dim) * problem.element_bytes
-        block_n = min(128, 1 << (machine.ring_bytes // (2 * key_bytes)).bit_length() - 1)
-        stages = machine.ring_bytes // (block_n * key_bytes)
-    return Tile(
-        block_h=positive(choice, "block_h", block_h),
-        block_n=positive(choice, "block_n", block_n),
-        num_stages=positive(choice, "num_stages", stages),
-        threads=positive(choice, "threads"),
-    )
-
-
-def tile_bytes(machine: Machine, problem: DecodeProblem, tile: Tile) -> int:
-    """Bytes of shared memory that the split kernel of a CUDA machine takes, known without compiling it."""
-    row_bytes = machine.padded(problem.head_dim) * problem.element_bytes
-    need = (2 * tile.num_stages * tile.block_n + tile.block_h) * row_bytes
-    if tile.block_h < 16 * (tile.threads // 32):  # P, and one float a thread for its reductions
-        need += tile.block_h * tile.block_n * problem.element_bytes + 4 * tile.threads
-    return need
-
-
-def compute_dtype(machine: Machine, dtype: str) -> str:
-    """The dtype that a kernel computes a problem of ``dtype`` in; the C target has no bfloat16."""
-    return "float32" if machine.target == "c" and dtype == "bfloat16" else dtype
-
-
 @cache
 def compiled_split(machine: str, heads_q: int, heads_kv: int, head_dim: int, dtype: str, tile: Tile) -> Any:
     """The compiled split kernel; lengths, batch size and strides are run-time values."""
@@ -412,11 +344,6 @@ def compiled_combine(machine: str, heads_q: int, head_dim: int, dtype: str) -> A
     """The compiled combine kernel."""
     kernel = combine_kernel(MACHINES[machine], heads_q, head_dim, dtype, BLOCK_S, combine_threads(head_dim))
     return _compile(MACHINES[machine], kernel)
-
-
-def combine_threads(head_dim: int) -> int:
-    """Threads of a combine CTA: up to 128, each with as many columns as the others."""
-    return 128 if head_dim <= 128 else math.gcd(head_dim, 128)
 
 
 def compiled_variants() -> int:
@@ -458,7 +385,7 @@ class TileLangPlan(SplitKVPlan):
             problem,
             device,
             choice,
-            sm_count=_sm_count(device),
+            sm_count=sm_count(device) if device.type == "cuda" else CPU_CTAS,
             tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
             min_keys=tile.block_n,
         )
@@ -499,43 +426,6 @@ class TileLangPlan(SplitKVPlan):
         self._combine(self._partial, self._partial_lse, self._merges, result, lse)
         if result is not out:
             out.copy_(result)
-
-
-def check_layout(machine: Machine, inputs: DecodeInputs) -> None:
-    """Refuse by name the views that the machine's copies cannot read; host values only, nothing is copied.
-
-    Raises:
-        InputError: naming the tensor and the stride.
-    """
-    if not inputs.q.is_contiguous():
-        raise InputError(f"q: expected contiguous, got strides {inputs.q.stride()}")
-    for name, x in (("k", inputs.k), ("v", inputs.v)):
-        if machine.tma:
-            unit = 16 // x.element_size()
-            if x.data_ptr() % 16 or any(stride % unit for stride in x.stride()[:2]):
-                raise InputError(
-                    f"{name}: expected a 16-byte aligned start and strides that are multiples of {unit} (TMA), "
-                    f"got address {x.data_ptr():#x} and strides {x.stride()}"
-                )
-        elif machine.target == "cuda" and not x.is_contiguous():
-            raise InputError(f"{name}: expected contiguous (cp.async), got strides {x.stride()}")
-        if not machine.tma and (refusal := check_offsets(x.shape[0] * x.stride(0), name)):
-            raise InputError(refusal)
-
-
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else CPU_CTAS
-
-
-def missing_compiler() -> str | None:
-    """What the C target lacks to compile here, or None: it takes CXX, CC, g++, clang++ or c++."""
-    try:
-        compiler = get_cplus_compiler()
-    except Exception as error:  # with what it looked for
-        return f"C++ compiler (TileLang's C target): {error}"
-    if compiler is None or shutil.which(compiler) is None:
-        return f"C++ compiler (TileLang's C target): expected {compiler or 'one'} on PATH, found none"
-    return None
 
 
 class TileLangSplitKV:

@@ -12,7 +12,7 @@ from tilelang import tvm
 
 from harness.check import check_plan
 from harness.inputs import make_inputs
-from impls import tilelang_splitkv
+from impls import tilelang_machines, tilelang_splitkv
 from impls.contract import ImplUnavailable, InputError
 from impls.problem import DecodeProblem
 from impls.reference import reference
@@ -156,7 +156,7 @@ def test_config_names_what_a_rerun_needs() -> None:
 @pytest.mark.parametrize("compiler", ["no-such-compiler", None])
 def test_without_a_compiler_it_is_unavailable(monkeypatch: pytest.MonkeyPatch, compiler: str | None) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(tilelang_splitkv, "get_cplus_compiler", lambda: compiler)
+    monkeypatch.setattr(tilelang_machines, "get_cplus_compiler", lambda: compiler)
     expected = r"C\+\+ compiler \(TileLang's C target\): expected (one|no-such-compiler) on PATH, found none"
     with pytest.raises(ImplUnavailable, match=expected):
         tilelang_splitkv.TileLangSplitKV()
@@ -168,9 +168,9 @@ def test_refused_layouts_are_named() -> None:
     wide = torch.zeros(4, 1, 100, dtype=torch.float16)[:, :, :64]
     odd = type(inputs)(problem, inputs.q, wide, wide, inputs.cu_seqlens_k)
     with pytest.raises(InputError, match=r"k: expected a 16-byte aligned start"):
-        tilelang_splitkv.check_layout(tilelang_splitkv.MACHINES["sm_90a"], odd)
+        tilelang_machines.check_layout(tilelang_machines.MACHINES["sm_90a"], odd)
     with pytest.raises(InputError, match=r"k: expected contiguous \(cp.async\)"):
-        tilelang_splitkv.check_layout(tilelang_splitkv.MACHINES["sm_80"], odd)
+        tilelang_machines.check_layout(tilelang_machines.MACHINES["sm_80"], odd)
 
 
 def test_float32_is_refused_on_a_gpu_with_the_rule() -> None:

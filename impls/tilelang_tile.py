@@ -1,0 +1,73 @@
+"""The tile of the TileLang kernels: the rule that chooses it, the tiles that a tuner may try, and what they take.
+
+Decode is bound by reading K and V, so a tile is chosen for bytes in flight, not for the tensor cores.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from impls.contract import Scalar
+from impls.problem import DecodeProblem
+from impls.space import Space
+from impls.splitkv_plan import positive
+from impls.tilelang_machines import Machine
+
+TILE_TUNING: Mapping[str, Scalar] = {"block_n": None, "block_h": None, "num_stages": None, "threads": 128}
+"""What a caller may choose about tiles; None means the rule in :func:`choose_tile`."""
+
+SPACE: Space = (
+    # What the official example is tuned over: 64 rows, `wgmma`.
+    {"block_h": (64,), "block_n": (64, 128), "num_stages": (1, 2, 3)},
+    # The group's own rows, `mma.sync`.
+    {"block_n": (32, 64, 128), "num_stages": (2, 3, 4)},
+    {"block_n": (64,), "num_stages": (3,), "threads": (64, 256)},
+)
+"""The tiles that a tuner tries; the official example's are in ``get_configs`` of ``example_gqa_decode.py``."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of the split kernel: everything it is compiled for besides heads, head dim and dtype."""
+
+    block_h: int
+    block_n: int
+    num_stages: int
+    threads: int
+
+
+def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar]) -> Tile:
+    """The caller's tile where there is one, else the rule.
+
+    ``block_h`` is the group of query heads that shares a KV head, padded to the 16 rows of an ``mma`` (over 64:
+    several tiles); the C target has no such unit and takes the group as it is. ``block_n`` is the longest tile,
+    up to 128 keys, of which two fit the machine's ring, and ``num_stages`` is how many of it fit.
+    """
+    group = problem.group
+    if machine.target == "c":
+        block_h, block_n, stages = min(group, 64), 64, 1
+    else:
+        block_h = next((h for h in (16, 32) if group <= h), 64)
+        key_bytes = 2 * machine.padded(problem.head_dim) * problem.element_bytes
+        block_n = min(128, 1 << (machine.ring_bytes // (2 * key_bytes)).bit_length() - 1)
+        stages = machine.ring_bytes // (block_n * key_bytes)
+    return Tile(
+        block_h=positive(choice, "block_h", block_h),
+        block_n=positive(choice, "block_n", block_n),
+        num_stages=positive(choice, "num_stages", stages),
+        threads=positive(choice, "threads"),
+    )
+
+
+def tile_bytes(machine: Machine, problem: DecodeProblem, tile: Tile) -> int:
+    """Bytes of shared memory that the split kernel of a CUDA machine takes, known without compiling it."""
+    row_bytes = machine.padded(problem.head_dim) * problem.element_bytes
+    need = (2 * tile.num_stages * tile.block_n + tile.block_h) * row_bytes
+    if tile.block_h < 16 * (tile.threads // 32):  # P, and one float a thread for its reductions
+        need += tile.block_h * tile.block_n * problem.element_bytes + 4 * tile.threads
+    return need
+
+
+def combine_threads(head_dim: int) -> int:
+    """Threads of a combine CTA: up to 128, each with as many columns as the others."""
+    return 128 if head_dim <= 128 else math.gcd(head_dim, 128)
