@@ -6,7 +6,6 @@ Units: bytes; µs; GB/s with a GB of 1e9 bytes; TFLOP/s with 1e12 operations.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from impls.problem import DecodeProblem
 
@@ -45,21 +44,6 @@ def tflops(operations: float, us: float) -> float:
         ValueError: for a time that is not above 0.
     """
     return operations / _positive(us) / 1e6
-
-
-def geometric_mean(ratios: Iterable[float]) -> float:
-    """The geometric mean, the one mean of ratios that does not depend on their direction.
-
-    Raises:
-        ValueError: for no ratios at all, or one that is not above 0.
-    """
-    values = list(ratios)
-    if not values:
-        raise ValueError("ratios: expected at least one, got none")
-    for i, value in enumerate(values):
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"ratios[{i}]: expected a finite number > 0, got {value}")
-    return math.exp(math.fsum(math.log(value) for value in values) / len(values))
 
 
 def _positive(us: float) -> float:

@@ -132,10 +132,13 @@ def geometric_mean_interval(ratios: Sequence[Sequence[float]]) -> Estimate:
         ratios: for each case the ratios of its rounds, all above 0.
 
     Raises:
-        ValueError: for no case.
+        ValueError: for no case, or a ratio that is not above 0.
     """
     if not ratios:
         raise ValueError("ratios: expected at least one case, got none")
+    for i, case in enumerate(ratios):
+        if not (least := np.min(case, initial=np.inf)) > 0:
+            raise ValueError(f"ratios[{i}]: expected numbers > 0, got {least}")
 
     rng = np.random.default_rng(SEED)
     # Every case has the same resamples, by rank; in an order of its own, so that the cases vary independently.

@@ -1,8 +1,6 @@
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from harness import cost
 from impls.problem import DecodeProblem
@@ -33,20 +31,3 @@ def test_no_rate_of_an_impossible_time(us: float) -> None:
         cost.gbps(1, us)
     with pytest.raises(ValueError, match="us: expected a finite time > 0"):
         cost.tflops(1, us)
-
-
-def test_geometric_mean_of_a_ratio_and_its_inverse_is_one() -> None:
-    assert cost.geometric_mean([2.0, 0.5]) == pytest.approx(1.0)
-
-
-@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20))
-def test_geometric_mean_inverts_with_its_ratios(ratios: list[float]) -> None:
-    inverse = cost.geometric_mean(1 / r for r in ratios)
-    assert cost.geometric_mean(ratios) == pytest.approx(1 / inverse)
-
-
-def test_geometric_mean_refuses_what_is_no_ratio() -> None:
-    with pytest.raises(ValueError, match="ratios: expected at least one, got none"):
-        cost.geometric_mean([])
-    with pytest.raises(ValueError, match=r"ratios\[1\]: expected a finite number > 0, got 0.0"):
-        cost.geometric_mean([1.0, 0.0])

@@ -166,6 +166,8 @@ def test_the_geometric_mean_over_cases_covers_the_truth_and_has_no_direction() -
     assert (exact.low, exact.median, exact.high) == pytest.approx((1.0, 1.0, 1.0))
     with pytest.raises(ValueError, match="ratios: expected at least one case, got none"):
         stats.geometric_mean_interval([])
+    with pytest.raises(ValueError, match=r"ratios\[1\]: expected numbers > 0, got 0.0"):
+        stats.geometric_mean_interval([[1.0], [2.0, 0.0]])
 
 
 def test_the_interval_of_a_share() -> None:
