@@ -36,14 +36,13 @@ MEMORY_SHOWS_BYTES = 1_000_000
 class HonestPlan:
     """Right and honest, unless a subclass says otherwise; see :class:`impls.contract.DecodePlan`."""
 
-    clock: str | None = None
-    """What the lying timer tells of it, in µs; None: the truth."""
-
-    def __init__(self, plan: DecodePlan, problem: DecodeProblem, device: torch.device) -> None:
+    def __init__(
+        self, plan: DecodePlan, problem: DecodeProblem, device: torch.device, clock: str | None = None
+    ) -> None:
         self._plan = plan
         self._problem = problem
         self._device = device
-        self.config: Mapping[str, Scalar] = {**plan.config, **({CLOCK: self.clock} if self.clock else {})}
+        self.config: Mapping[str, Scalar] = {**plan.config, **({CLOCK: clock} if clock else {})}
         self.prepare()
 
     def prepare(self) -> None:
@@ -126,35 +125,14 @@ class RunsElsewherePlan(HonestPlan):
             return super().run(inputs, out)
 
 
-class EightNanosecondsPlan(HonestPlan):
-    """Honest; its clock is not."""
-
-    clock = "0.008"
-
-
-class ZeroPlan(HonestPlan):
-    """Honest; its clock is not."""
-
-    clock = "0"
-
-
-class NegativePlan(HonestPlan):
-    """Honest; its clock is not."""
-
-    clock = "-3"
-
-
-class NanPlan(HonestPlan):
-    """Honest; its clock is not."""
-
-    clock = "nan"
-
-
 class Honest:
     """An implementation that cheats in nothing: what must come out ``ok`` beside the others."""
 
     name = "honest"
     plan_class: type[HonestPlan] = HonestPlan
+
+    clock: str | None = None
+    """What the lying timer tells of its plans, in µs; None: the truth."""
 
     def unsupported(self, problem: DecodeProblem, device: torch.device) -> str | None:
         """As the honest implementation."""
@@ -164,7 +142,7 @@ class Honest:
         self, problem: DecodeProblem, device: torch.device, tuning: Mapping[str, Scalar] | None = None
     ) -> HonestPlan:
         """A plan that cheats as its class does."""
-        return self.plan_class(_honest(device.type).plan(problem, device, tuning), problem, device)
+        return self.plan_class(_honest(device.type).plan(problem, device, tuning), problem, device, self.clock)
 
 
 class Skips(Honest):
@@ -202,31 +180,31 @@ class RunsElsewhere(Honest):
 
 
 class EightNanoseconds(Honest):
-    """See :class:`EightNanosecondsPlan`."""
+    """Its kernel is honest; its clock is not."""
 
     name = "clock-8ns"
-    plan_class = EightNanosecondsPlan
+    clock = "0.008"
 
 
 class Zero(Honest):
-    """See :class:`ZeroPlan`."""
+    """Its kernel is honest; its clock is not."""
 
     name = "clock-zero"
-    plan_class = ZeroPlan
+    clock = "0"
 
 
 class Negative(Honest):
-    """See :class:`NegativePlan`."""
+    """Its kernel is honest; its clock is not."""
 
     name = "clock-negative"
-    plan_class = NegativePlan
+    clock = "-3"
 
 
 class Nan(Honest):
-    """See :class:`NanPlan`."""
+    """Its kernel is honest; its clock is not."""
 
     name = "clock-nan"
-    plan_class = NanPlan
+    clock = "nan"
 
 
 class LyingLap:
