@@ -23,6 +23,15 @@ LIGHT = (
 )
 """What reads studies and renders reports: it must work where no library of :data:`HEAVY` is installed."""
 
+MEASURING = (
+    *("harness.runner", "harness.loop", "harness.tune", "harness.compiler"),
+    *("harness.worker", "harness.bench", "harness.screen", "harness.examine", "harness.probes"),
+)
+"""The loops, and what does their work in the other process."""
+
+TOOLS = tuple(f"harness.{tool}" for tool in ("inputs", "check", "timing", "bound", "cost", "env"))
+"""What those that measure stand on."""
+
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -83,6 +92,11 @@ def test_the_two_packages_are_seen() -> None:
     assert {"impls.problem", "impls.catalog", "harness.cli", "harness.study", "harness.render"} <= set(MODULES)
 
 
+@pytest.mark.parametrize("names", [LIGHT, MEASURING, TOOLS])
+def test_the_layers_name_modules_that_there_are(names: tuple[str, ...]) -> None:
+    assert set(names) <= set(MODULES)
+
+
 def test_impls_import_nothing_of_the_harness() -> None:
     assert offenders([name for name in MODULES if within(name, ("impls",))], ("harness",)) == []
 
@@ -127,16 +141,9 @@ def test_nobody_imports_the_command_line() -> None:
     assert offenders(others, ("harness.cli",)) == []
 
 
-MEASURING = (
-    *("harness.runner", "harness.loop", "harness.tune", "harness.compiler"),
-    *("harness.worker", "harness.bench", "harness.screen", "harness.probe"),
-)
-
-
 def test_the_tools_of_the_loop_do_not_import_the_loop() -> None:
     """runner -> {inputs, check, timing, bound, cost, env}, never back."""
-    tools = [f"harness.{tool}" for tool in ("inputs", "check", "timing", "bound", "cost", "env")]
-    assert offenders([tool for tool in tools if tool in MODULES], (*MEASURING, "harness.render")) == []
+    assert offenders(list(TOOLS), (*MEASURING, "harness.render")) == []
     assert offenders([name for name in MODULES if within(name, ("harness.render",))], MEASURING) == []
 
 
