@@ -50,7 +50,7 @@ from impls.contract import (
     check_tuning,
     empty_output,
 )
-from impls.libraries import import_library, sm_count
+from impls.libraries import check_capability, import_library, sm_count
 from impls.paged_plan import as_pages, check_pages
 from impls.problem import DecodeProblem
 from impls.varlen_plan import correct_empty, empty_sequences, without_keys
@@ -247,8 +247,8 @@ class FlashInfer:
         """Refuses what FlashInfer has no kernels for: other devices, float32, other head dims."""
         if device.type != "cuda":
             return f"device: expected cuda, got {device.type}"
-        if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-            return f"device: expected compute capability >= 8.0, got {capability[0]}.{capability[1]}"
+        if (refusal := check_capability(device, (8, 0))) is not None:
+            return refusal
         if problem.dtype == "float32":
             return f"dtype: expected float16 or bfloat16, got {problem.dtype}"
         if problem.head_dim not in HEAD_DIMS:

@@ -1,4 +1,4 @@
-"""Getting at the libraries behind the baselines: their modules, their versions, and what they ask of the GPU."""
+"""Getting at the libraries behind the kernels: their modules, their versions, and what they ask of the GPU."""
 
 from __future__ import annotations
 
@@ -27,6 +27,14 @@ def distributions(module: str) -> str | None:
     """The installed distributions that hold a module, with their versions; one interface has several builds."""
     names = packages_distributions().get(module, ())
     return ", ".join(f"{name} {version(name)}" for name in sorted(set(names))) or None
+
+
+def check_capability(device: torch.device, least: tuple[int, int]) -> str | None:
+    """The refusal of a CUDA device whose compute capability is below ``least``, or None."""
+    got = torch.cuda.get_device_capability(device)
+    if got >= least:
+        return None
+    return f"device: expected compute capability >= {least[0]}.{least[1]}, got {got[0]}.{got[1]}"
 
 
 def sm_count(device: torch.device) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from impls.contract import DecodeInputs, DecodeOutput, PlanRefused, Scalar, empty_output
 from impls.problem import DecodeProblem
-from impls.varlen_plan import VarlenImpl, correct_empty, empty_sequences, without_keys
+from impls.varlen_plan import LibraryPlan, VarlenImpl, correct_empty, without_keys
 
 
 def check_pages(problem: DecodeProblem, page_size: int) -> str | None:
@@ -83,15 +83,17 @@ class Pages:
         )
 
 
-class PagedPlan:
-    """A plan around a KV-cache function of the flash-attn family; see :class:`impls.contract.DecodePlan`.
+class PagedPlan(LibraryPlan):
+    """A plan around a KV-cache function of the flash-attn family.
+
+    The function takes q ``[B, 1, Hq, D]`` and k and v in pages, and returns ``out [B, 1, Hq, D]``,
+    ``lse [B, Hq, 1]`` float32, and whatever else.
 
     Args:
         problem: what is to be computed.
         device: where.
         page_size: keys of a page.
-        function: the library's. It takes q ``[B, 1, Hq, D]`` and k and v in pages, and returns
-            ``out [B, 1, Hq, D]``, ``lse [B, Hq, 1]`` float32, and whatever else.
+        function: the library's.
         options: its other arguments, the table and the lengths among them.
         config: what the record says about it.
     """
@@ -105,21 +107,9 @@ class PagedPlan:
         options: Mapping[str, Any],
         config: Mapping[str, Scalar],
     ) -> None:
-        self.config = {**config, "page_size": page_size}
-        self._problem = problem
+        super().__init__(problem, device, function, options, {**config, "page_size": page_size})
         self._total_kv = problem.total_kv  # a sum over all lengths: not in every launch
-        self._device = device
         self._page_size = page_size
-        self._function = function
-        self._options = options
-        self._empty = empty_sequences(problem, device)
-
-    def new_output(self) -> None:
-        """None: the library allocates its own output."""
-
-    def workspaces(self) -> tuple[Tensor, ...]:
-        """None that the plan owns: the library allocates them inside the call."""
-        return ()
 
     def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
         """Call the library on views of k and v; ``out`` is not used."""

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, check_tuning
-from impls.libraries import sm_count
+from impls.libraries import check_capability, sm_count
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
 from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan
@@ -448,9 +448,8 @@ class TileLangSplitKV:
         if device.type == "cuda":
             if problem.dtype == "float32":
                 return "dtype: expected float16 or bfloat16 on a GPU (float32 would go through TF32), got float32"
-            if torch.cuda.get_device_capability(device) < (8, 0):
-                return f"device: expected compute capability >= 8.0, got {torch.cuda.get_device_capability(device)}"
-        elif device.type != "cpu":
+            return check_capability(device, (8, 0))
+        if device.type != "cpu":
             return f"device: expected cuda or cpu, got {device.type}"
         return None
 

@@ -61,15 +61,14 @@ def library_splits(choice: Mapping[str, Scalar]) -> int:
     return value
 
 
-class VarlenPlan:
-    """A plan around a varlen function of the flash-attn family; see :class:`impls.contract.DecodePlan`.
+class LibraryPlan:
+    """A plan around a function that allocates its own output; see :class:`impls.contract.DecodePlan`.
 
     Args:
         problem: what is to be computed.
         device: where.
-        function: the library's. It takes q, k, v, the offsets of queries and of keys and the longest of each,
-            and returns ``out [B, Hq, D]``, ``lse [Hq, B]`` float32, and whatever else.
-        options: its other arguments.
+        function: the library's.
+        options: its arguments that are no tensors of the inputs.
         config: what the record says about it.
     """
 
@@ -86,8 +85,6 @@ class VarlenPlan:
         self._device = device
         self._function = function
         self._options = options
-        self._max_kv = problem.max_kv  # a maximum over all lengths: not in every launch
-        self._cu_seqlens_q = torch.arange(problem.batch + 1, dtype=torch.int32, device=device)
         self._empty = empty_sequences(problem, device)
 
     def new_output(self) -> None:
@@ -96,6 +93,26 @@ class VarlenPlan:
     def workspaces(self) -> tuple[Tensor, ...]:
         """None that the plan owns: the library allocates them inside the call."""
         return ()
+
+
+class VarlenPlan(LibraryPlan):
+    """A plan around a varlen function of the flash-attn family.
+
+    The function takes q, k, v, the offsets of queries and of keys and the longest of each, and returns
+    ``out [B, Hq, D]``, ``lse [Hq, B]`` float32, and whatever else. The arguments are those of :class:`LibraryPlan`.
+    """
+
+    def __init__(
+        self,
+        problem: DecodeProblem,
+        device: torch.device,
+        function: Callable[..., tuple[Any, ...]],
+        options: Mapping[str, Any],
+        config: Mapping[str, Scalar],
+    ) -> None:
+        super().__init__(problem, device, function, options, config)
+        self._max_kv = problem.max_kv  # a maximum over all lengths: not in every launch
+        self._cu_seqlens_q = torch.arange(problem.batch + 1, dtype=torch.int32, device=device)
 
     def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
         """Call the library; ``out`` is not used."""
