@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 import torch
 
+# Triton by way of the bound, which decides before the import whether its kernels are interpreted.
 from harness.bound import Config, StreamRead, StreamReadPlan, _stream_read, tl, triton
 from impls.contract import DecodeInputs, DecodeOutput, Scalar
 from impls.problem import DecodeProblem

@@ -32,6 +32,9 @@ MEASURING = (
 TOOLS = tuple(f"harness.{tool}" for tool in ("inputs", "check", "timing", "bound", "cost", "env"))
 """What those that measure stand on."""
 
+READERS = ("harness.compare", "harness.export", "harness.recommend", "harness.advice")
+"""What answers from records alone, on a machine without a GPU."""
+
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -92,7 +95,7 @@ def test_the_two_packages_are_seen() -> None:
     assert {"impls.problem", "impls.catalog", "harness.cli", "harness.study", "harness.render"} <= set(MODULES)
 
 
-@pytest.mark.parametrize("names", [LIGHT, MEASURING, TOOLS])
+@pytest.mark.parametrize("names", [LIGHT, MEASURING, TOOLS, READERS])
 def test_the_layers_name_modules_that_there_are(names: tuple[str, ...]) -> None:
     assert set(names) <= set(MODULES)
 
@@ -134,6 +137,10 @@ def test_what_reads_and_renders_stands_on_light_modules_alone() -> None:
         if within(name, ("harness", "impls")) and name not in ("harness", "impls") and not within(name, allowed)
     }
     assert project == set()
+
+
+def test_what_reads_records_does_not_measure() -> None:
+    assert offenders(list(READERS), (*MEASURING, "harness.selftest", "harness.experiments")) == []
 
 
 def test_nobody_imports_the_command_line() -> None:
