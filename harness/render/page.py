@@ -6,6 +6,7 @@ itables; a mark of a figure shows its measurement when the pointer rests on it a
 
 from __future__ import annotations
 
+import math
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +25,6 @@ SEARCHED_FROM = 8
 """Rows from which on a table has a search box."""
 
 _SIZES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9}
-
 
 PAGE_FILE = "report.html"
 """The page, beside the report; it is built where it is wanted and never committed."""
@@ -66,13 +66,13 @@ def hover_texts(comparison: Comparison) -> dict[str, str]:
         if row.anchor is None:
             continue
         lines = [f"{row.label}, {row.case}"]
-        if row.us == row.us:
+        if not math.isnan(row.us):
             lines.append(f"{us_text(row.us)} µs [{us_text(row.us_low)}, {us_text(row.us_high)}]")
-        if row.share == row.share:
+        if not math.isnan(row.share):
             lines.append(f"{interval_text(row.share, row.share_low, row.share_high, places=1)} % of the bound")
-        if row.slowdown == row.slowdown:
+        if not math.isnan(row.slowdown):
             lines.append(f"{interval_text(row.slowdown, row.slowdown_low, row.slowdown_high)} × the fastest")
-        if row.rel_l2 == row.rel_l2:
+        if not math.isnan(row.rel_l2):
             lines.append(f"relative L2 error {row.rel_l2:.1e}, worst row {row.worst_row:.2f} of its budget")
         told[row.anchor] = "\n".join(lines if row.status == "ok" else [*lines, f"{row.status}: {row.reason}"])
     return told
@@ -156,8 +156,5 @@ def sort_key(text: str) -> str:
     found = re.search(r"(-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)(?: ([KMG]?B)\b)?", text)
     if found is None:
         return ""
-    return (
-        f"{float(found[1].replace(',', '')) * _SIZES.get(found[2], 1.0):g}"
-        if found[2]
-        else found[1].replace(",", "")
-    )
+    number = found[1].replace(",", "")
+    return f"{float(number) * _SIZES[found[2]]:g}" if found[2] else number
