@@ -24,7 +24,7 @@ from tests.harness.fake_records import (
     problem,
     write,
 )
-from tests.harness.test_tuning import trial
+from tests.harness.fake_trials import trial
 
 ROOT = Path(__file__).parents[2]
 RUN_ID = "20261130T101500Z-3fa2"

@@ -10,7 +10,7 @@ from harness import record
 from harness.record import Record
 from harness.render import render_study
 from tests.harness.fake_records import GPU_CASES, GPU_ENV, gpu_records, write
-from tests.harness.test_tuning import FAST, drifting, trial
+from tests.harness.fake_trials import FAST, drifting, trial
 
 ENV = {**GPU_ENV, "method": "graph", "cache": "cold"}
 TITLE = "## What the own choice loses\n"
