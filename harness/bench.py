@@ -305,12 +305,9 @@ class Bench:
                 row = self._attempt(who, self._recheck, row, timed, last, problem)
             host = attempt(who, "host time", partial(self._host_times, candidates[who], sets))
             if row.status == "ok" and who not in rows:
-                samples = taken.samples[who]
-                reason = judge([s["us"] for s in samples], kv_bytes=problem.kv_bytes, ceiling_gbps=ceiling_gbps)
                 beside = {"host": host, "breakdown": timed.breakdown(), "clocks": clocks}
-                timing = {**conditions(self._timer, timed, sets), **beside, "samples": samples}
-                status = "ok" if reason is None else "invalid"
-                row = replace(row, status=status, reason=reason, timing=timing)
+                timing = {**conditions(self._timer, timed, sets), **beside, "samples": taken.samples[who]}
+                row = _judged(row, timing, problem, ceiling_gbps)
             rows.setdefault(who, row)
         for who in candidates:
             # A row that failed in here keeps what was learnt before.
@@ -453,6 +450,13 @@ def _other_lengths(problem: DecodeProblem, impl: DecodeImpl, device: torch.devic
         if impl.unsupported(other, device) is None:
             return other
     return problem
+
+
+def _judged(row: Row, timing: Mapping[str, Any], problem: DecodeProblem, ceiling_gbps: float | None) -> Row:
+    """The row with its times, ``invalid`` where they cannot be true."""
+    times = [sample["us"] for sample in timing["samples"]]
+    reason = judge(times, kv_bytes=problem.kv_bytes, ceiling_gbps=ceiling_gbps)
+    return replace(row, status="ok" if reason is None else "invalid", reason=reason, timing=timing)
 
 
 def _finite(us: float) -> float | None:
