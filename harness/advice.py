@@ -54,7 +54,7 @@ def _answer(advice: Advice) -> Iterable[tuple[str, str]]:
         "because",
         f"reading K and V alone takes {advice.bound_us:.4g} µs, and it "
         + ("reaches" if first.miss is None else "should reach")
-        + f" {100 * first.share:.3g} % of that",
+        + f" {100 * first.share:.3g} % of that speed",
     )
     if first.miss is None:
         yield "how sure", f"this batch was recorded, as {first.cases[0].name}"

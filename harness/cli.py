@@ -78,6 +78,10 @@ SMALL = Study(
 """What ``doctor`` tries; it is never written."""
 
 
+INTERRUPTED = 130
+"""The exit code that typer gives Ctrl-C, as shells do."""
+
+
 class Device(StrEnum):
     """Where to compute."""
 
@@ -109,9 +113,14 @@ def doctor(device: DeviceOption = None) -> None:
             value = ", ".join(f"{name} {item}" for name, item in value.items())
         table.add_row(key, "-" if value is None else str(value))
     console.print(table)
-    _print_check(
-        SMALL, check_study(SMALL, device=environment["device"], families=FAMILY_NAMES[:1], console=progress)
-    )
+    outcomes = check_study(SMALL, device=environment["device"], families=FAMILY_NAMES[:1], console=progress)
+    verdicts = _table("implementation", *(case.name for case in SMALL.cases))
+    for entry in SMALL.entries:
+        verdicts.add_row(_label(entry), *(_verdict(outcome) for outcome in outcomes if outcome.entry == entry))
+    console.print()
+    console.print(verdicts)
+    console.print()
+    _print_reasons(outcomes)
 
 
 @app.command()
@@ -362,8 +371,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     try:
         app(arguments)
-    except (StudyError, RecordError, RunError, WorkerLost, OSError, ImportError) as error:
-        _say_error(str(error))
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:
+            progress.print("interrupted; the same command, without --fresh, goes on from what is recorded")
+        raise
+    except OSError as error:
+        # A path that cannot be used is the usual one, and is named first, as everywhere else.
+        _say_error(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        raise SystemExit(2) from error
+    except (StudyError, RecordError, RunError, WorkerLost, ImportError) as error:
+        # How a worker says that it cannot begin; a reader is not told of workers.
+        _say_error(str(error).removeprefix("start: RuntimeError: "))
         raise SystemExit(2) from error
     raise SystemExit(0)
 
@@ -400,6 +418,11 @@ def _print_check(study: Study, outcomes: Sequence[Outcome]) -> None:
         of_case = (outcome for outcome in outcomes if outcome.case == case.name)
         matrix.add_row(case.name, *map(_verdict, of_case))
     console.print(matrix)
+    console.print()
+    _print_reasons(outcomes)
+
+
+def _print_reasons(outcomes: Sequence[Outcome]) -> None:
     console.print(_tally((_label(outcome.entry), outcome.status, outcome.reason) for outcome in outcomes))
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,12 +20,17 @@ from harness import cost
 from harness.record import READ_CEILING, STREAM_READ, Record
 from harness.study import Case, Entry, Study
 from harness.worker import BOUND, Ceiling, Message, Ready, Row, Step, Task, WorkerLost, WorkerPool
+from impls.catalog import IMPLS
 
 VOLATILE = ("clocks",)
 """Keys of a run's environment that change by themselves, and do not make it another environment."""
 
 STYLES: Mapping[str, str] = {"ok": "green", "wrong": "bold red", "failed": "red", "invalid": "red"}
 """Colours of the statuses on the console; the others are dim."""
+
+
+NAME_WIDTH = max(map(len, IMPLS))
+"""Columns that hold any implementation's name."""
 
 
 class RunError(RuntimeError):
@@ -146,6 +152,32 @@ def last_run(records: Sequence[Record], study: Study, env: Mapping[str, Any]) ->
     return last if stable(last["env"]) == stable(env) else None
 
 
+def keep_to_gpu(path: Path, records: Iterable[Record], ready: Ready, asked: str | None) -> None:
+    """Keep a file of a GPU's runs from a CPU's that nobody asked for: such a study takes hours there.
+
+    Args:
+        path: the file.
+        records: what it holds.
+        ready: the worker that is to add to it.
+        asked: the device that was asked for; None for the best one here.
+
+    Raises:
+        RunError: if the last run was a GPU's and the best device here is the CPU.
+    """
+    last = next((r for r in reversed(list(records)) if r["kind"] == "run"), None)
+    if asked is None and ready.device == "cpu" and last is not None and last["env"].get("device") == "cuda":
+        name = last["env"].get("gpu") or "a GPU"
+        raise RunError(
+            f"{path}: expected a GPU, as of its last run ({name}), got none that torch can use; "
+            "--device cpu adds a run on the CPU all the same"
+        )
+
+
+def time_text(us: float) -> str:
+    """A time in µs, to four digits and never with an exponent."""
+    return f"{us:.4g} µs" if us < 10_000 else f"{us:,.0f} µs"
+
+
 class Display:
     """The progress bar, and a line for each row above it; silent without a console."""
 
@@ -199,10 +231,12 @@ class Display:
         """A result."""
         told = row.reason or ""
         if row.status == "ok" and row.timing is not None:
-            told = f"{statistics.median(sample['us'] for sample in row.timing['samples']):.4g} µs"
-        line = Text(f"{case:20} {impl:20} ")
+            told = time_text(statistics.median(sample["us"] for sample in row.timing["samples"]))
+        line = Text(f"{case:20} {impl:{NAME_WIDTH}} ")
         line.append(f"{row.status:12}", style=STYLES.get(row.status, "dim"))
-        self._console.print(line.append(told))
+        line.append(told)
+        line.rstrip()
+        self._console.print(line)
         if row.who != BOUND:
             self.advance()
 

@@ -24,7 +24,17 @@ from rich.console import Console
 
 from harness import record
 from harness.families import FAMILY_NAMES
-from harness.loop import Display, RunError, gbps_of_ceiling, last_run, load_all, measure_ceiling, run_case, start
+from harness.loop import (
+    Display,
+    RunError,
+    gbps_of_ceiling,
+    keep_to_gpu,
+    last_run,
+    load_all,
+    measure_ceiling,
+    run_case,
+    start,
+)
 from harness.record import READ_CEILING, STREAM_READ, Record, records_file
 from harness.study import Case, Entry, Study
 from harness.worker import (
@@ -131,7 +141,8 @@ def run_study(
         console: where to show progress; None shows none.
 
     Raises:
-        RunError: if no worker starts, e.g. because CUDA was asked for and is not there.
+        RunError: if no worker starts, e.g. because CUDA was asked for and is not there; or if no device was
+            asked for, the last run in the file was a GPU's, and here is none.
         harness.record.RecordError: if the records file holds something else.
     """
     chosen = _setup(setup, device)
@@ -141,10 +152,12 @@ def run_study(
         ready = start(pool)
         by_default = chosen.method in (None, default_method(ready.device))
         path = study.folder / records_file(None if by_default else chosen.method)
-        journal = _Journal.open(path, study, ready, fresh=fresh)
+        journal = _Journal.open(path, study, ready, asked=chosen.device, fresh=fresh)
         todo = [case for case in study.cases if not journal.is_complete(case, study.entries, ready)]
         with Display(console, total=len(todo) * len(study.entries)) as display:
-            if todo:
+            if not todo:
+                display.note(f"{journal.run_id}: nothing left to run; --fresh begins a new run")
+            else:
                 display.note(f"{journal.run_id}: {len(todo)} of {len(study.cases)} cases to run on {ready.device}")
                 unavailable = load_all(pool, study.entries, display)
                 ceiling_gbps = _ceiling(pool, journal, display) if ready.has_bound else None
@@ -327,9 +340,10 @@ class _Journal:
         self._older = older
 
     @classmethod
-    def open(cls, path: Path, study: Study, ready: Ready, *, fresh: bool) -> _Journal:
+    def open(cls, path: Path, study: Study, ready: Ready, *, asked: str | None, fresh: bool) -> _Journal:
         """Continue the file's last run if :func:`harness.loop.last_run` allows it, or begin one."""
         records = record.read(path) if path.exists() else []
+        keep_to_gpu(path, records, ready, asked)
         measured = [r for r in records if r["kind"] == "measurement"]
         cases = {r["case"] for r in measured if r["case"] is not None}
         if not fresh and (last := last_run(records, study, ready.env)) is not None:

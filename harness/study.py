@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 REPORTS = Path("reports")
 """The folder, under the current one, in which a study may be named by its folder's name alone."""
 
+OWN_REPORTS = Path(__file__).resolve().parents[1] / REPORTS
+"""The same folder of the project's checkout, for a command that is given elsewhere."""
+
 STUDY_FILE = "study.toml"
 
 SMALLEST_EFFECT = 0.01
@@ -125,17 +128,19 @@ def find_study(where: str | Path) -> Path:
 
     Args:
         where: a TOML file, a folder that holds a ``study.toml``, or the name of such a folder under
-            ``reports/``.
+            ``reports/``, here or else in the project's own checkout.
 
     Raises:
         StudyError: if there is none, listing the studies under ``reports/``.
     """
-    for candidate in (Path(where), Path(where) / STUDY_FILE, REPORTS / where / STUDY_FILE):
+    by_name = [folder / where / STUDY_FILE for folder in (REPORTS, OWN_REPORTS)]
+    for candidate in (Path(where), Path(where) / STUDY_FILE, *by_name):
         if candidate.is_file():
             return candidate
-    known = ", ".join(sorted(path.parent.name for path in REPORTS.glob(f"*/{STUDY_FILE}"))) or "none here"
+    folder = REPORTS if REPORTS.is_dir() else OWN_REPORTS
+    known = ", ".join(sorted(path.parent.name for path in folder.glob(f"*/{STUDY_FILE}"))) or "none here"
     raise StudyError(
-        f"study: expected a TOML file, a folder with a {STUDY_FILE}, or the name of one under {REPORTS}/ "
+        f"study: expected a TOML file, a folder with a {STUDY_FILE}, or the name of one under {folder}/ "
         f"({known}), got {str(where)!r}"
     )
 

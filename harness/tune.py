@@ -30,16 +30,19 @@ from rich.console import Console
 from harness import record
 from harness.compiler import Compiler, Variant, default_jobs, variant
 from harness.loop import (
+    NAME_WIDTH,
     Display,
     RunError,
     gbps_of_ceiling,
+    keep_to_gpu,
     last_answer,
     last_run,
     measure_ceiling,
     run_case,
     start,
+    time_text,
 )
-from harness.record import TUNING_FILE, Record
+from harness.record import TUNING_FILE, Record, records_file
 from harness.study import Case, Entry, Study
 from harness.tuning import DEFAULT, Tuned, finalists, tuned, tuning_text
 from harness.worker import (
@@ -116,13 +119,14 @@ def tune_study(
         console: where to show progress; None shows none.
 
     Raises:
-        RunError: for an unknown case, or if no worker starts.
+        RunError: for an unknown case, or if no worker starts; or if no device was asked for, the study's last run
+            was a GPU's, and here is none.
         harness.record.RecordError: if the file holds something else.
     """
     known = {case.name: case for case in study.cases}
     for name in cases or ():
         if name not in known:
-            raise RunError(f"case: expected one of {', '.join(known)}, got {name!r}")
+            raise RunError(f"--cases: expected some of {', '.join(known)}, got {name!r}")
     asked = [known[name] for name in known if cases is None or name in cases]
     chosen = setup or Setup()
     if device is not None:
@@ -131,6 +135,8 @@ def tune_study(
     with ExitStack() as stack:
         pool = stack.enter_context(WorkerPool(chosen, deadline_s))
         ready = start(pool)
+        for path in (study.folder / TUNING_FILE, study.folder / records_file()):
+            keep_to_gpu(path, record.read(path) if path.exists() else (), ready, chosen.device)
         journal = Journal.open(study.folder / TUNING_FILE, study, ready, fresh=fresh)
         todo = [case for case in asked if not all(journal.is_done(case, impl) for impl in impls)]
         display = stack.enter_context(_Display(console, total=len(todo)))
@@ -279,7 +285,7 @@ class _CaseTuner:
         self._journal.add(*(self._record("final", entries[who], rows[who]) for who in sorted(rows)))
         for row in tuned(self._journal.of_case(self._case)):
             if row.impl in impls:
-                self._display.note(f"{row.case:20} {row.impl:20} {told(row)}")
+                self._display.note(f"{row.case:20} {row.impl:{NAME_WIDTH}} {told(row)}")
 
     def _measure(self, entries: Mapping[int, Entry], bound: bool) -> Measure:
         return Measure(case=self._case, entries=entries, bound=bound, ceiling_gbps=self._ceiling_gbps)
@@ -378,12 +384,13 @@ def told(row: Tuned) -> str:
     """A line about one case and implementation."""
     counts = ", ".join(f"{n} {status}" for status, n in row.tried.items())
     if row.regret is None or row.best is None:
-        return f"{counts}; no comparison: {row.reason}"
+        return "; ".join(filter(None, [counts, f"no comparison: {row.reason}"]))
+    assert row.default_us is not None
+    told = f"{counts}; own choice {time_text(row.default_us)}"
+    if row.best == DEFAULT:
+        return f"{told}, and nothing tried is faster"
     span = f"[{row.regret.low:.3f}, {row.regret.high:.3f}]"
-    return (
-        f"{counts}; own choice {row.default_us:.4g} µs, {row.regret.median:.3f} {span} times the best: "
-        f"{tuning_text(row.best)}"
-    )
+    return f"{told}, {row.regret.median:.3f} {span} times the best: {tuning_text(row.best)}"
 
 
 def _is_of(row: Record, case: Case) -> bool:

@@ -229,19 +229,24 @@ def _skew(comparison: Comparison) -> str:
     rows = with_share(comparison)
     share = rows.set_index(["case", "label"])["share"].to_dict()
     losses = [
-        (share[pair.even, label] / share[pair.uneven, label], label, pair)
-        for pair in pairs_of(comparison)
+        max(pairs, key=lambda loss: loss[0])  # what each loses on its own worst pair
         for label in comparison.shown
-        if (pair.even, label) in share and (pair.uneven, label) in share
+        if (
+            pairs := [
+                (share[pair.even, label] / share[pair.uneven, label], label, pair)
+                for pair in pairs_of(comparison)
+                if (pair.even, label) in share and (pair.uneven, label) in share
+            ]
+        )
     ]
     if not losses:
         return "No implementation has a time on both of a pair."
     (least, best, _), (most, worst, pair) = min(losses, key=lambda x: x[0]), max(losses, key=lambda x: x[0])
-    return (
+    text = (
         f"Uneven lengths cost {code(worst)} a factor of {most:.1f} ({share[pair.even, worst]:.0f} % of the bound on"
-        f" {code(pair.even)}, {share[pair.uneven, worst]:.0f} % on {code(pair.uneven)}) and {code(best)} one of"
-        f" {least:.2f}."
+        f" {code(pair.even)}, {share[pair.uneven, worst]:.0f} % on {code(pair.uneven)})"
     )
+    return f"{text}, and {code(best)} the least: {least:.2f} at most." if len(losses) > 1 else f"{text}."
 
 
 def _skew_reading(comparison: Comparison) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from harness.families import FAMILY_NAMES, FAMILY_NOTES
 from harness.record import CHECKS_FILE, FINDINGS_FILE, IMPOSTORS_FILE, RANDOM_FILE, Record, RecordError, read
 from harness.render.template import Table, fill
-from harness.render.text import code, escape, join, versions
+from harness.render.text import cases_text, code, escape, join, versions
 
 NAMED = 3
 """From so many families on, a cell leaves the other probes out."""
@@ -79,13 +79,14 @@ def _some(number: int, what: str) -> str:
     return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
-def _environments(records: Sequence[Record]) -> str:
+def _environments(records: Sequence[Record], *, with_study: bool = True) -> str:
     lines = []
     for run in (r for r in records if r["kind"] == "run"):
         env = run["env"]
         parts = [str(env.get("gpu") or env.get("cpu") or env.get("device"))]
         parts += versions(env, ("torch", "triton", "tilelang"))
-        lines.append(f"{escape(', '.join(parts))} (run `{run['run_id']}`, {run['study']}).")
+        study = f", {run['study']}" if with_study else ""
+        lines.append(f"{escape(', '.join(parts))} (run `{run['run_id']}`{study}).")
     return "<br>\n".join(lines)
 
 
@@ -101,7 +102,8 @@ def _catches(rows: Sequence[Record]) -> Table:
         [escape(name), *(_catch(by_place.get((name, length))) for length in lengths)]
         for name in dict.fromkeys(r["impl"] for r in sorted(rows, key=lambda r: r["config"]["length"]))
     ]
-    return Table(["wrong kernel", *(f"{n:,} keys" for n in lengths)], "l" * (1 + len(lengths)), lines)
+    header = ["wrong kernel", *(f"{n:,} key{'' if n == 1 else 's'}" for n in lengths)]
+    return Table(header, "l" * len(header), lines)
 
 
 def _catch(row: Record | None) -> str:
@@ -268,13 +270,19 @@ def deep_check(folder: Path) -> dict[str, Any] | None:
     wrong = sum(r["status"] == "wrong" for r in rows)
     cases = len({r["case"] for r in rows})
     return {
-        "note": f"{cases} cases, {len(rows)} checks, {wrong or 'none'} wrong.",
-        "environments": _environments(records),
+        "note": f"{cases_text(cases)}, {len(rows)} checks, {wrong or 'none'} wrong{_whose(rows)}.",
+        "environments": _environments(records, with_study=False),
         "families": _by_family(rows),
         "pairs": _pairs([r for r in rows if r["status"] == "ok"]),
         "determinism": _determinism([r for r in rows if r["status"] == "ok"]),
         "faults": _faults(rows, folder),
     }
+
+
+def _whose(rows: Sequence[Record]) -> str:
+    """Whose the wrong answers are, in parentheses; nothing where there is none."""
+    counts = Counter(_label(r) for r in rows if r["status"] == "wrong")
+    return f" ({join([f'{code(label)} on {n}' for label, n in counts.most_common()])})" if counts else ""
 
 
 def _faults(rows: Sequence[Record], folder: Path) -> list[dict[str, str]]:
@@ -387,7 +395,7 @@ def _determinism(rows: Sequence[Record]) -> Table:
         line = [code(label)]
         for key in ("same_input_ulp", "other_batch_ulp", "one_split_ulp"):
             values = [check[key] for check in mine if check.get(key) is not None]
-            line.append(str(max(values)) if values else "–")
+            line.append(f"{max(values):,}" if values else "–")
         lines.append(line)
     header = [
         "implementation",

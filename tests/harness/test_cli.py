@@ -116,6 +116,40 @@ def test_a_missing_study_is_one_line(study: Path, capsys: pytest.CaptureFixture[
     assert err.endswith("got 'nowhere'\n")
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "gone.jsonl"), "gone.jsonl: No such file or directory"),
+        (OSError("Cannot save file into a non-existent directory: '/nope'"), "Cannot save file into"),
+        (RunError("start: RuntimeError: method: expected one of wall on cpu, got 'graph'"), "method: expected one"),
+    ],
+)
+def test_what_cannot_be_done_is_said_without_python_or_workers(
+    study: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    said: str,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(harness.cli, "run_study", fail)
+    assert exit_code("run", study) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
+def test_ctrl_c_says_how_to_go_on(
+    study: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(harness.cli, "run_study", interrupt)
+    assert exit_code("run", study) == harness.cli.INTERRUPTED
+    assert "the same command, without --fresh, goes on" in capsys.readouterr().err
+
+
 class FakeRun:
     """In place of ``run_study``: remembers what it was asked, and gives each implementation one status."""
 
@@ -239,6 +273,7 @@ def test_check_prints_the_matrix_and_the_reasons(
         ["case", "tilelang-splitkv", "triton-splitkv", "num_splits=8", "torch-sdpa"],
         ["a", "ok", "0.25", "ok", "0.25", "unavailable"],
         ["b", "ok", "0.25", "unsupported", "unavailable"],
+        [],
         ["implementation", "status", "cases", "reason"],
         ["tilelang-splitkv", "ok", "2"],
         ["triton-splitkv", "num_splits=8", "ok", "1"],
@@ -316,9 +351,10 @@ def test_doctor_shows_the_environment_and_every_implementation(
         ["clocks", "sm_mhz", "1980,", "memory_mhz", "3201"],
         ["flash_attn", "-"],
     ]
-    assert shown[4] == ["case", *IMPLS]
-    assert [row[0] for row in shown[5:8]] == ["float16", "bfloat16", "float32"]
-    assert [row[0] for row in shown[9:]] == list(IMPLS)
+    assert shown[4:6] == [[], ["implementation", "float16", "bfloat16", "float32"]]
+    assert [row[0] for row in shown[6 : 6 + len(IMPLS)]] == list(IMPLS)
+    assert ["torch-sdpa", "ok", "0.25", "ok", "0.25", "ok", "0.25"] in shown
+    assert [row[0] for row in shown[-len(IMPLS) :]] == list(IMPLS)
     assert ["flash-attn-2", "unavailable", "3", "unavailable", "[0]", "because"] in shown
     assert ["torch-sdpa", "ok", "3"] in shown
 
@@ -328,7 +364,7 @@ def test_doctor_really_works_on_this_machine(study: Path, capsys: pytest.Capture
     shown = lines(capsys.readouterr().out)
     assert ["device", "cpu"] in shown
     assert ["torch-sdpa", "ok", "3"] in shown
-    assert {row[0] for row in shown} >= set(IMPLS)
+    assert {row[0] for row in shown if row} >= set(IMPLS)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--html"]])

@@ -161,7 +161,7 @@ def test_a_study_says_how_far_right_answers_are_apart(tmp_path: Path) -> None:
     )
     deep = deep_check(tmp_path)
     assert deep is not None
-    assert deep["note"] == "2 cases, 5 checks, 1 wrong."
+    assert deep["note"] == "2 cases, 5 checks, 1 wrong (`c` on 1)."
     assert deep["families"].header == ["implementation", "normal", "normal memory"]
     assert deep["families"].rows == [
         ["`a num_splits=8`", "0.40", "0.40"],

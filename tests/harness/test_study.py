@@ -78,6 +78,13 @@ def test_a_study_is_found_by_file_folder_or_name(tmp_path: Path, monkeypatch: py
         load_study("two")
 
 
+def test_a_study_of_the_checkout_is_found_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_study("quick").folder == ROOT / "reports" / "quick"
+    with pytest.raises(StudyError, match=r"/reports/ \(.*quick.*\), got 'two'$"):
+        load_study("two")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

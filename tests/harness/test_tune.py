@@ -14,7 +14,7 @@ from harness.compiler import Compiler, variant
 from harness.loop import Display
 from harness.runner import RunError
 from harness.study import Study
-from harness.tune import Summary, tune_study
+from harness.tune import Summary, told, tune_study
 from harness.worker import Row, Setup, WorkerLost
 from impls.problem import DecodeProblem
 from tests.harness.fake_tunable import LOG_VARIABLE
@@ -155,6 +155,7 @@ def test_the_own_choice_may_be_the_best(tmp_path: Path) -> None:
     (row,) = tune(make_study(tmp_path, "Right", cases=(FIRST,)), "BestAlready").tuned
     assert row.regret is not None
     assert (row.best, row.regret.median, row.regret.low, row.regret.high) == ({}, 1.0, 1.0, 1.0)
+    assert told(row).endswith(" µs, and nothing tried is faster")
 
 
 def test_without_a_right_own_choice_there_is_no_regret(tmp_path: Path) -> None:
@@ -172,6 +173,7 @@ def test_what_has_no_space_or_is_not_here_says_so(tmp_path: Path) -> None:
         "own choice: unsupported: Right: expected an implementation that declares a space, got none",
         "own choice: unsupported: import no_such_library: not here",
     ]
+    assert told(summary.tuned[1]) == "no comparison: own choice: unsupported: import no_such_library: not here"
 
 
 def test_a_new_run_takes_the_place_of_the_old_case_and_no_other(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_a_case_with_another_problem_is_tuned_again(tmp_path: Path) -> None:
 
 
 def test_an_unknown_case_lists_the_known(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"^case: expected one of first, second, got 'third'$"):
+    with pytest.raises(RunError, match=r"^--cases: expected some of first, second, got 'third'$"):
         tune(make_study(tmp_path, "Right"), "Tunable", cases=["third"])
 
 
