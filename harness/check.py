@@ -279,9 +279,11 @@ def run_checked(plan: DecodePlan, inputs: DecodeInputs, ref: Reference) -> tuple
 
     reasons = [result.reason] if result.reason else []
     if given is not None and any(
-        a.data_ptr() != b.data_ptr() for a, b in zip(_tensors(output), _tensors(given), strict=False)
+        not _same_place(a, b) for a, b in zip(_tensors(output), _tensors(given), strict=False)
     ):
         reasons.append("run: expected the output tensors it was given, got others")
+    if given is not None and given.lse is not None and output.lse is None:
+        reasons.append("run: expected the LSE that it was given a tensor for, got none")
     reasons += [
         f"{name}: written outside the tensor, {damage}"
         for name, block in zip(("out", "lse"), guarded, strict=False)
@@ -399,6 +401,11 @@ def _tensors(of: DecodeInputs | DecodeOutput) -> list[Tensor]:
     if isinstance(of, DecodeInputs):
         return [of.q, of.k, of.v, of.cu_seqlens_k]
     return [of.out] if of.lse is None else [of.out, of.lse]
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are the same memory in the same order."""
+    return a.data_ptr() == b.data_ptr() and (a.stride() == b.stride() or a.numel() <= 1)
 
 
 def _bits(t: Tensor) -> Tensor:

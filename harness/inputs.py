@@ -150,8 +150,7 @@ def _needles(
     Query heads that share a KV head point roughly the same way, and a needle's key points there too.
     """
     q, k, v = _normal(problem, generator)
-    shared = _randn((problem.batch, problem.heads_kv, problem.head_dim), torch.float32, generator)
-    q.copy_(shared.repeat_interleave(problem.group, dim=1) + q.float() / 4)
+    shared = _share_direction(problem, q, generator)
     # Other keys' scores keep a deviation of about 1 whatever the scale.
     k *= min(1.0, 1 / (problem.softmax_scale * math.sqrt(problem.head_dim)))
     for b, rows in enumerate(_sequences(problem)):
@@ -159,18 +158,41 @@ def _needles(
         if needles:
             # e^4 times the weight of all others together
             score = 4 + math.log(problem.kv_lens[b] / len(needles))
-            pull = score / (problem.softmax_scale * problem.head_dim) * shared[b]
             at = torch.tensor(needles, device=k.device) + rows.start
-            k[at] = (pull + k[at].float() / 4).to(k.dtype)
+            _pull(problem, k, at, score, shared[b])
     return q, k, v
 
 
+def _share_direction(problem: DecodeProblem, q: Tensor, generator: torch.Generator) -> Tensor:
+    """Turns query heads that share a KV head roughly one way: ``[B, Hkv, D]`` float32, which is returned."""
+    shared = _randn((problem.batch, problem.heads_kv, problem.head_dim), torch.float32, generator)
+    q.copy_(shared.repeat_interleave(problem.group, dim=1) + q.float() / 4)
+    return shared
+
+
+def _pull(problem: DecodeProblem, k: Tensor, at: Tensor, score: float, direction: Tensor) -> None:
+    """Gives the keys ``at`` about this score with queries of one direction ``[Hkv, D]``."""
+    pull = score / (problem.softmax_scale * problem.head_dim) * direction
+    k[at] = (pull + k[at].float() / 4).to(k.dtype)
+
+
 def _tagged(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
-    """V marks where it belongs: a pattern of +-4 for each sequence and KV head, plus unit noise."""
+    """V marks where it belongs: a pattern of +-4 for each sequence and KV head, plus unit noise.
+
+    The first key weighs about as much as all others together, each of which is light beside it: they count, so a
+    kernel that leaves out whatever is far below the running maximum loses the mark on them.
+    """
     q, k, v = _normal(problem, generator)
+    shared = _share_direction(problem, q, generator)
+    k *= min(1.0, 1 / (problem.softmax_scale * math.sqrt(problem.head_dim)))
+    # Its length is only about sqrt(D), which is too far from it for a weight that is exponential in its square.
+    direction = shared / shared.square().mean(-1, keepdim=True)
     tags = 4 * _randn((problem.batch, *v.shape[1:]), torch.float32, generator).sign()
     for b, rows in enumerate(_sequences(problem)):
         v[rows] += tags[b].to(v.dtype)
+        if keys := problem.kv_lens[b]:
+            first = torch.tensor([rows.start], device=k.device)
+            _pull(problem, k, first, 0.5 + math.log(keys), direction[b])  # e^0.5: the mean of exp(s) of the others
     return q, k, v
 
 
@@ -208,11 +230,11 @@ def _extreme(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
 
 
 def _buried(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
-    """All scores equal and near -10^6, far below a finite "very negative" mask value."""
+    """All scores equal, from -10^6 to -2 * 10^6: below every usual finite mask value, -10^6 among them."""
     q, k, v = _normal(problem, generator)
-    # A power of two, so that every product and sum is exact and the scores are equal in any order.
-    size = 2.0 ** round(math.log2(1e6 / (problem.softmax_scale * problem.head_dim)) / 2)
-    return q.fill_(size), k.fill_(-size), v
+    # Powers of two, so that every product and sum is exact and the scores are equal in any order.
+    exponent = math.ceil(math.log2(1e6 / (problem.softmax_scale * problem.head_dim)))
+    return q.fill_(2.0 ** (exponent // 2)), k.fill_(-(2.0 ** (exponent - exponent // 2))), v
 
 
 def _equal(problem: DecodeProblem, generator: torch.Generator) -> Tensors:
@@ -299,6 +321,12 @@ def guard(inputs: DecodeInputs, *, fill: float = math.nan, rows: int = GUARD_ROW
     return DecodeInputs(
         problem=inputs.problem, q=inputs.q, k=views[0], v=views[1], cu_seqlens_k=inputs.cu_seqlens_k
     )
+
+
+def guarded_buffer(view: Tensor) -> Tensor:
+    """All of the buffer behind K or V of :func:`guard`, with its default number of guard rows on either side."""
+    rows, pitch = len(view) + 2 * GUARD_ROWS, view.stride(0)
+    return view.as_strided((rows, *view.shape[1:]), view.stride(), view.storage_offset() - GUARD_ROWS * pitch)
 
 
 def isolate(inputs: DecodeInputs, sequence: int, *, fill: float = math.nan) -> DecodeInputs:

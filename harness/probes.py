@@ -15,8 +15,12 @@ of its own.
 ``memory``
     K and V lie between guard rows of NaN, and half of the sequences are NaN too: those whose index has a
     certain bit set, then those that have it clear, for each bit of an index. So every sequence is right beside
-    NaN in each other one at least once, in ``2 log2(batch)`` runs instead of ``batch``. The outputs of the
-    sequences that are left must not change by a bit.
+    NaN in each other one at least once, in ``2 log2(batch)`` runs instead of ``batch``. Then the same rows hold
+    large numbers: a maximum leaves NaN out (``fmax``), and so does a comparison. The outputs of the sequences that
+    are left must be right both times, and the same to the bit.
+``layout``
+    The inputs as views: Q cut out of wider rows, K and V from one buffer, K and V with strides of their own. The
+    answer must be right, or the layout refused by name (:class:`impls.contract.InputError`).
 ``graph``
     On CUDA, the plan is captured in a graph on some inputs; their buffers are then overwritten by others, the
     outputs and workspaces NaN-filled, and the graph replayed.
@@ -30,14 +34,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from harness.check import CheckResult, compare, poison_workspaces, run_checked, same_bits, ulp_distance
-from harness.inputs import FAMILIES, guard, make_inputs
+from harness.inputs import FAMILIES, LAYOUTS, guard, guarded_buffer, make_inputs
 from harness.timing import CaptureFailed
-from impls.contract import DecodeImpl, DecodeInputs, DecodeOutput, DecodePlan, Scalar
+from impls.contract import DecodeImpl, DecodeInputs, DecodeOutput, DecodePlan, InputError, PlanRefused, Scalar
 from impls.problem import DecodeProblem
 from impls.reference import Reference, reference
 
@@ -50,6 +56,30 @@ REPEAT_RUNS = 3
 
 STEADY_RUNS = 8
 """Runs of each kind, in turns, that must agree among themselves before a difference between the kinds counts."""
+
+LOUD = 2.0**10
+"""What other rows hold instead of NaN, with alternating sign: every query scores one of two such rows very high."""
+
+VIEWS = (
+    ("sliced", "packed", "packed"),
+    ("packed", "interleaved", "interleaved"),
+    ("packed", "heads-first", "interleaved"),
+)
+"""The layouts (:data:`harness.inputs.LAYOUTS`) of Q, K and V in each run of ``layout``."""
+
+
+REFUSED = CheckResult(
+    ok=True,
+    reason=None,
+    rel_l2=0.0,
+    worst_row=0.0,
+    lse_err=0.0,
+    finite=True,
+    worst_element=0.0,
+    worst_lse=0.0,
+    rel_row=0.0,
+)
+"""The verdict on a layout that is refused by name: right, and off by nothing."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +104,7 @@ class Probe:
 
     Args:
         family: of its inputs.
-        name: ``values``, ``again``, ``memory``, ``graph`` or ``repeat``.
+        name: ``values``, ``again``, ``memory``, ``layout``, ``graph`` or ``repeat``.
         apply: puts one plan through it. Exceptions of the plan are the caller's to handle.
         reference: of the inputs whose output is judged.
     """
@@ -125,6 +155,8 @@ def probes(
         for hidden in hidden_sequences(problem.batch):
             masked = _masked(ref, hidden)
             yield Probe(family, "memory", _memory(inputs, masked, hidden), masked)
+        for views in VIEWS:
+            yield Probe(family, "layout", _layout(inputs, ref, views), ref)
         if device.type == "cuda":
             yield Probe(family, "graph", _graph(other, inputs, ref), ref)
         elements = max(1, problem.batch * problem.heads_q * problem.head_dim)
@@ -316,42 +348,61 @@ def _masked(ref: Reference, hidden: Sequence[bool]) -> Reference:
 
 
 def _memory(inputs: DecodeInputs, ref: Reference, hidden: Sequence[bool]) -> Callable[[DecodePlan], Observation]:
-    problem = inputs.problem
-    rows = torch.tensor(hidden, device=inputs.device)
-    lens = torch.tensor(problem.kv_lens, dtype=torch.int64, device=inputs.device)
-    hidden_rows = rows.repeat_interleave(lens, output_size=problem.total_kv)[:, None, None]
     alone = replace(guard(inputs), q=inputs.q.clone())
-    restore, overwrite = _restorer(inputs), _overwriter(alone)
-    kept = ~rows
+    restore = _restorer(inputs)
+    kept = torch.tensor([not h for h in hidden], device=inputs.device)
+    seen = [rows for rows, h in zip(pairwise(inputs.problem.cu_seqlens), hidden, strict=True) if not h]
 
     def rows_of(output: DecodeOutput) -> DecodeOutput:
         return DecodeOutput(output.out[kept], None if output.lse is None else output.lse[kept])
 
-    def hide() -> None:
-        overwrite(inputs)
-        for t in (alone.k, alone.v):
-            t.masked_fill_(hidden_rows, torch.nan)
+    def surround(fill: float) -> None:
+        alone.q.copy_(inputs.q)
+        for t, values in ((alone.k, inputs.k), (alone.v, inputs.v)):
+            everything = guarded_buffer(t)
+            everything[::2] = fill
+            everything[1::2] = -fill
+            for start, stop in seen:
+                t[start:stop] = values[start:stop]
 
     def apply(plan: DecodePlan) -> Observation:
-        def beside_nan() -> DecodeOutput:
-            hide()
-            return rows_of(fresh_run(plan, alone))
-
-        def beside_values() -> DecodeOutput:
-            overwrite(inputs)
+        def beside(fill: float) -> DecodeOutput:
+            surround(fill)
             return rows_of(fresh_run(plan, alone))
 
         restore()
-        hide()
-        result, _ = run_checked(plan, alone, ref)
-        if result.ok:
-            # In the very same memory: where a tensor lies may decide which kernel a library takes.
-            if _differ_steadily(beside_nan, beside_values):
-                reason = "memory: expected the same bits whatever lies in other sequences, got others"
-                result = replace(result, ok=False, reason=reason)
-        elif result.reason:
-            result = replace(result, reason=f"NaN in {sum(hidden)} other sequences and around: {result.reason}")
+        for what, fill in (("NaN", math.nan), (f"+-{LOUD:g}", LOUD)):
+            surround(fill)
+            result, _ = run_checked(plan, alone, ref)
+            if not result.ok:
+                where = f"{what} in {sum(hidden)} other sequences and around"
+                return Observation(replace(result, reason=f"{where}: {result.reason}"))
+        # In the very same memory: where a tensor lies may decide which kernel a library takes.
+        if _differ_steadily(partial(beside, math.nan), partial(beside, LOUD)):
+            reason = "memory: expected the same bits whatever lies in other sequences, got others"
+            result = replace(result, ok=False, reason=reason)
         return Observation(result)
+
+    return apply
+
+
+def _layout(
+    inputs: DecodeInputs, ref: Reference, views: tuple[str, str, str]
+) -> Callable[[DecodePlan], Observation]:
+    of_q, of_k, of_v = views
+    arranged = {name: LAYOUTS[name](inputs.k, inputs.v) for name in {of_k, of_v}}
+    q = LAYOUTS[of_q](inputs.q, inputs.q)[0]
+    viewed = replace(inputs, q=q, k=arranged[of_k][0], v=arranged[of_v][1])
+    restore = _restorer(viewed)
+    told = ", ".join(f"{name} {of}" for name, of in zip("QKV", views, strict=True) if of != "packed")
+
+    def apply(plan: DecodePlan) -> Observation:
+        restore()
+        try:
+            result, _ = run_checked(plan, viewed, ref)
+        except (InputError, PlanRefused):
+            return Observation(REFUSED)
+        return Observation(result if result.ok else replace(result, reason=f"{told}: {result.reason}"))
 
     return apply
 

@@ -361,6 +361,33 @@ def _(inputs):
     return with_scale(inputs, 1.05 * inputs.problem.softmax_scale)
 
 
+def viewed(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A tensor read by other strides, from where it starts; as it is where that would leave its memory."""
+    end = t.storage_offset() + sum((n - 1) * step for n, step in zip(t.shape, stride, strict=True)) + 1
+    inside_memory = t.numel() and end * t.element_size() <= t.untyped_storage().nbytes()
+    return t.as_strided(t.shape, stride, t.storage_offset()) if inside_memory else t
+
+
+def packed(t: Tensor) -> tuple[int, int, int]:
+    """The strides of a contiguous tensor of three dimensions."""
+    return t.shape[1] * t.shape[2], t.shape[2], 1
+
+
+@before("K taken to be contiguous")
+def _(inputs):
+    return replace(inputs, k=viewed(inputs.k, packed(inputs.k)))
+
+
+@before("V read with the strides of K")
+def _(inputs):
+    return replace(inputs, v=viewed(inputs.v, inputs.k.stride()))
+
+
+@before("Q taken to be contiguous")
+def _(inputs):
+    return replace(inputs, q=viewed(inputs.q, packed(inputs.q)))
+
+
 # --- wrong in one step ----------------------------------------------------------------------------------
 
 
@@ -412,6 +439,14 @@ def _without_the_last(outs: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return combine(outs[:-1], lse[:-1]) if len(outs) > 1 else combine(outs, lse)
 
 
+MASK = -1e6 * math.sqrt(80) / math.log2(math.e)
+"""A product of Q and K whose scaled score is -10^6 in base-2 units, at a head dim of 80."""
+
+
+def _with_empty_splits(outs: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return combine(outs, torch.where(lse == MASK, -torch.inf, lse))  # its maximum is that of no key
+
+
 inside("one key dropped at each split edge", cut=_without_a_key_at_the_edges)
 inside("one key counted twice at each split edge", cut=_with_a_key_twice_at_the_edges)
 inside("floor of the split length", cut=_in_equal_parts)
@@ -427,6 +462,8 @@ inside("partials in float16", partials=through(torch.float16))
 inside("scores in bfloat16", scores=through(torch.bfloat16))
 inside("P in float8", weights=through(torch.float8_e4m3fn))
 inside("finite mask sentinel", lowest=-3e4)
+inside("mask value of -10^6 on scaled base-2 scores", lowest=MASK, combine=_with_empty_splits)
+inside("weights under 2^-10 of the running maximum dropped", weights=lambda p: torch.where(p < 2**-10, 0.0, p))
 inside("accumulator not rescaled", rescale_acc=torch.ones_like)
 inside("denominator not rescaled", rescale_sum=torch.ones_like)
 
@@ -580,6 +617,40 @@ def _(right):
         k = inputs.k
         if k.storage_offset() >= k.stride(0):
             output.out[0] += 0 * torch.as_strided(k, (k.shape[-1],), (1,), k.storage_offset() - k.stride(0))
+
+    return kernel
+
+
+def rows_after(t: Tensor, rows: int) -> Tensor:
+    """Rows after the last of packed K or V, as many as lie in its memory."""
+    end = t.storage_offset() + len(t) * t.stride(0)
+    needed = (t.shape[1] - 1) * t.stride(1) + t.shape[2]  # of the last of them
+    there = (t.untyped_storage().nbytes() // t.element_size() - end - needed) // max(1, t.stride(0)) + 1
+    return t.as_strided((max(0, min(rows, there)), *t.shape[1:]), t.stride(), end)
+
+
+@state("guard row added, unless it is NaN")
+def _(right):
+    def kernel(inputs, output):
+        right(inputs, output)
+        for row in rows_after(inputs.v, 1):
+            output.out[-1] += row.nan_to_num(0.0).repeat_interleave(inputs.problem.group, 0) / 1024
+
+    return kernel
+
+
+@state("maximum over 16 guard rows too, by fmax")
+def _(right):
+    def kernel(inputs, output):
+        right(inputs, output)
+        problem = inputs.problem
+        q = inputs.q[-1].float().unflatten(0, (problem.heads_kv, problem.group))
+        k = rows_after(inputs.k, 16).float().permute(1, 2, 0)
+        scores = (problem.softmax_scale * q @ k).flatten(0, 1).nan_to_num(-torch.inf)  # [Hq, 16]
+        for score in scores.unbind(-1):
+            vanishes = score - output.lse[-1] > 100  # every weight, and so their sum
+            output.out[-1, vanishes] = 0
+            output.lse[-1, vanishes] = -torch.inf
 
     return kernel
 

@@ -469,6 +469,29 @@ def test_a_plan_must_use_the_output_it_is_given(case):
     assert check_plan(Elsewhere(), *case).reason == "run: expected the output tensors it was given, got others"
 
 
+def test_a_view_of_the_output_in_another_order_is_not_what_was_given(case):
+    class Transposed(Plan):
+        def run(self, inputs, out):
+            right = honest(inputs)
+            shape = out.out.shape
+            view = out.out.view(shape[0], shape[2], shape[1]).transpose(1, 2)
+            view.copy_(right.out)
+            out.lse.copy_(right.lse)
+            return DecodeOutput(view, out.lse)
+
+    assert check_plan(Transposed(), *case).reason == "run: expected the output tensors it was given, got others"
+
+
+def test_a_plan_must_return_the_lse_that_it_has_a_tensor_for(case):
+    class Mute(Plan):
+        def run(self, inputs, out):
+            super().run(inputs, out)
+            out.lse.fill_(7)
+            return DecodeOutput(out.out, None)
+
+    assert check_plan(Mute(), *case).reason == "run: expected the LSE that it was given a tensor for, got none"
+
+
 def test_a_plan_may_allocate_its_output(case):
     class Allocates(Plan):
         def new_output(self):

@@ -98,6 +98,30 @@ def test_needles_take_the_weight_and_every_one_counts(scale):
     assert weight[..., needles].amin(-1).min() > 0.01 / len(needles)
 
 
+@pytest.mark.parametrize("scale", [None, 1.0, 0.01])
+def test_tagged_keys_weigh_something_beside_a_heavy_one(scale):
+    n = 4096
+    problem = DecodeProblem(kv_lens=(n,), heads_q=8, heads_kv=2, head_dim=64, scale=scale)
+    inputs = make_inputs(problem, 0, "cpu", family="tagged")
+    q = inputs.q[0].double().reshape(2, 4, 64)
+    weight = (problem.softmax_scale * q @ inputs.k.double().permute(1, 2, 0)).softmax(-1)
+    assert weight[..., 0].min() > 0.2
+    assert weight[..., 0].max() < 0.9
+    # Most of the rest is on keys that are each less than a five-hundredth of it.
+    light = torch.where(weight < weight[..., :1] / 500, weight, 0.0).sum(-1)
+    assert light.min() > 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_buried_scores_are_equal_and_below_a_mask_value_of_a_million(head_dim, dtype):
+    problem = DecodeProblem(kv_lens=(5,), heads_q=1, heads_kv=1, head_dim=head_dim, dtype=dtype)
+    inputs = make_inputs(problem, 0, "cpu", family="buried")
+    scores = (inputs.k[:, 0].double() @ inputs.q[0, 0].double()) * problem.softmax_scale
+    assert (scores == scores[0]).all()
+    assert -2e6 <= scores[0] <= -1e6
+
+
 def test_tags_tell_heads_and_sequences_apart():
     problem = DecodeProblem(kv_lens=(64, 64), heads_q=3, heads_kv=3, head_dim=64)
     means = make_inputs(problem, 0, "cpu", family="tagged").v.double().unflatten(0, (2, 64)).mean(1)

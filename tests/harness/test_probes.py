@@ -11,9 +11,9 @@ import torch
 
 from harness.check import same_bits, ulp_distance
 from harness.families import FAMILY_NAMES
-from harness.inputs import FAMILIES, make_inputs
-from harness.probes import Examination, determinism, hidden_sequences, probes, worst
-from impls.contract import DecodeOutput
+from harness.inputs import FAMILIES, GUARD_ROWS, guarded_buffer, make_inputs
+from harness.probes import VIEWS, Examination, determinism, hidden_sequences, probes, worst
+from impls.contract import DecodeOutput, InputError
 from impls.problem import DecodeProblem
 from impls.torch_attention import TorchSdpa
 from tests.harness.honest import honest
@@ -51,6 +51,7 @@ def test_an_honest_kernel_passes_every_probe():
         "normal",
         "normal again",
         "normal memory",
+        "normal layout",
         "normal repeat",
         *FAMILY_NAMES[1:],
     ]
@@ -63,6 +64,7 @@ def test_the_first_family_serves_the_other_probes():
         "exact",
         "exact again",
         "exact memory",
+        "exact layout",
         "exact repeat",
         "equal",
     ]
@@ -89,6 +91,53 @@ def test_bits_that_depend_on_other_sequences_are_told():
 
     reasons = {seen.result.reason for seen in found(depends)["normal memory"]} - {None}
     assert reasons == {"memory: expected the same bits whatever lies in other sequences, got others"}
+
+
+@pytest.mark.parametrize("fill", [math.nan, 1024.0])
+def test_rows_around_hold_nan_and_then_large_numbers(fill):
+    """Every row that is no visible sequence's, guard rows included, is seen with both."""
+    seen = []
+
+    def looks(inputs, output):
+        simulated(inputs, output)
+        if inputs.k.storage_offset():  # between guard rows
+            seen.append((guarded_buffer(inputs.k).clone(), guarded_buffer(inputs.v).clone()))
+
+    assert all(of.result.ok for of in found(looks, families=("normal",))["normal memory"])
+    (first, last) = P.cu_seqlens[2] + GUARD_ROWS, P.cu_seqlens[3] + GUARD_ROWS  # of the sequence of index 2
+    alone = 0
+    for k, v in seen:
+        around = [torch.cat([t[:first], t[last:]]).float() for t in (k, v)]
+        if math.isnan(fill):
+            alone += all(t.isnan().all() for t in around)
+        else:
+            alone += all((t.abs() == fill).all() for t in around)
+    assert alone >= 1
+
+
+def test_a_layout_that_is_refused_by_name_is_no_fault():
+    def refuses(inputs, output):
+        if not all(t.is_contiguous() for t in (inputs.q, inputs.k, inputs.v)):
+            raise InputError("k: expected contiguous")
+        simulated(inputs, output)
+
+    results = found(refuses)
+    assert len(results["normal layout"]) == len(VIEWS)
+    assert all(seen.result.ok for of_probe in results.values() for seen in of_probe)
+
+
+def test_a_kernel_that_takes_keys_to_be_contiguous_is_told_by_layout_alone():
+    def ignores(inputs, output):
+        k = inputs.k
+        simulated(replace(inputs, k=k.as_strided(k.shape, (2 * 16, 16, 1), k.storage_offset())), output)
+
+    results = found(ignores)
+    assert {title for title, seen in results.items() if not all(s.result.ok for s in seen)} == {"normal layout"}
+    reasons = [seen.result.reason for seen in results["normal layout"] if not seen.result.ok]
+    assert [reason.split(":")[0] for reason in reasons] == [
+        "K interleaved, V interleaved",
+        "K heads-first, V interleaved",
+    ]
 
 
 def test_answers_that_vary_by_themselves_do_not_depend_on_other_sequences():

@@ -291,7 +291,7 @@ def test_check_records_say_what_every_probe_found(tmp_path: Path) -> None:
         ("first", "zero-time", "ok", None),
     ]
     right = rows[0]["check"]
-    names = ["normal", "normal again", "normal memory", "normal repeat", "exact"]
+    names = ["normal", "normal again", "normal memory", "normal layout", "normal repeat", "exact"]
     assert [f"{p['family']} {p['probe']}".removesuffix(" values") for p in right["probes"]] == names
     assert (right["same_input_ulp"], right["other_batch_ulp"], right["one_split_ulp"]) == (0, 0, 0)
     assert [(pair["impl"], pair["rel_l2"]) for pair in right["pairs"]] == [("zero-time", 0.0)]
