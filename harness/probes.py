@@ -35,7 +35,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -145,24 +145,39 @@ def probes(
     """
     for number, family in enumerate(families):
         inputs = make_inputs(problem, seed, device, family=family, split_counts=split_counts)
-        ref = reference(inputs)
-        yield Probe(family, "values", _values(inputs, ref), ref)
-        if number:
-            continue
-        other = make_inputs(problem, (seed + 1) % 2**63, device, family=family, split_counts=split_counts)
-        other_ref = reference(other)
-        yield Probe(family, "again", _again(inputs, other, other_ref), other_ref)
-        for hidden in hidden_sequences(problem.batch):
-            masked = _masked(ref, hidden)
-            yield Probe(family, "memory", _memory(inputs, masked, hidden), masked)
-        for views in VIEWS:
-            yield Probe(family, "layout", _layout(inputs, ref, views), ref)
-        if device.type == "cuda":
-            yield Probe(family, "graph", _graph(other, inputs, ref), ref)
-        elements = max(1, problem.batch * problem.heads_q * problem.head_dim)
-        wanted = REPEAT_OUTPUTS if repeat_outputs is None and device.type == "cuda" else repeat_outputs
-        runs = REPEAT_RUNS if wanted is None else max(2, math.ceil(wanted / elements))
-        yield Probe(family, "repeat", _repeat(inputs, ref, runs), ref)
+        restore = _restorer(inputs)
+        of_family = _of_family(problem, seed, device, family, inputs, split_counts, repeat_outputs)
+        for probe in islice(of_family, 1 if number else None):  # the first is ``values``
+            yield replace(probe, apply=_after(restore, probe.apply))
+            restore()  # what the last plan did to them must not reach the copies that the next probe makes
+
+
+def _of_family(
+    problem: DecodeProblem,
+    seed: int,
+    device: torch.device,
+    family: str,
+    inputs: DecodeInputs,
+    split_counts: Sequence[Sequence[int]],
+    repeat_outputs: int | None,
+) -> Iterator[Probe]:
+    """All probes of one family, ``values`` first; each may leave ``inputs`` modified."""
+    ref = reference(inputs)
+    yield Probe(family, "values", _values(inputs, ref), ref)
+    other = make_inputs(problem, (seed + 1) % 2**63, device, family=family, split_counts=split_counts)
+    other_ref = reference(other)
+    yield Probe(family, "again", _again(inputs, other, other_ref), other_ref)
+    for hidden in hidden_sequences(problem.batch):
+        masked = _masked(ref, hidden)
+        yield Probe(family, "memory", _memory(inputs, masked, hidden), masked)
+    for views in VIEWS:
+        yield Probe(family, "layout", _layout(inputs, ref, views), ref)
+    if device.type == "cuda":
+        yield Probe(family, "graph", _graph(other, inputs, ref), ref)
+    elements = max(1, problem.batch * problem.heads_q * problem.head_dim)
+    wanted = REPEAT_OUTPUTS if repeat_outputs is None and device.type == "cuda" else repeat_outputs
+    runs = REPEAT_RUNS if wanted is None else max(2, math.ceil(wanted / elements))
+    yield Probe(family, "repeat", _repeat(inputs, ref, runs), ref)
 
 
 class Examination:
@@ -300,11 +315,20 @@ def _restorer(inputs: DecodeInputs) -> Callable[[], None]:
     return restore
 
 
-def _values(inputs: DecodeInputs, ref: Reference) -> Callable[[DecodePlan], Observation]:
-    restore = _restorer(inputs)
+def _after(
+    restore: Callable[[], None], apply: Callable[[DecodePlan], Observation]
+) -> Callable[[DecodePlan], Observation]:
+    """The same experiment, on inputs that are put back before it."""
 
-    def apply(plan: DecodePlan) -> Observation:
+    def restored(plan: DecodePlan) -> Observation:
         restore()
+        return apply(plan)
+
+    return restored
+
+
+def _values(inputs: DecodeInputs, ref: Reference) -> Callable[[DecodePlan], Observation]:
+    def apply(plan: DecodePlan) -> Observation:
         result, output = run_checked(plan, inputs, ref)
         return Observation(result, output)
 
@@ -349,7 +373,6 @@ def _masked(ref: Reference, hidden: Sequence[bool]) -> Reference:
 
 def _memory(inputs: DecodeInputs, ref: Reference, hidden: Sequence[bool]) -> Callable[[DecodePlan], Observation]:
     alone = replace(guard(inputs), q=inputs.q.clone())
-    restore = _restorer(inputs)
     kept = torch.tensor([not h for h in hidden], device=inputs.device)
     seen = [rows for rows, h in zip(pairwise(inputs.problem.cu_seqlens), hidden, strict=True) if not h]
 
@@ -370,7 +393,6 @@ def _memory(inputs: DecodeInputs, ref: Reference, hidden: Sequence[bool]) -> Cal
             surround(fill)
             return rows_of(fresh_run(plan, alone))
 
-        restore()
         for what, fill in (("NaN", math.nan), (f"+-{LOUD:g}", LOUD)):
             surround(fill)
             result, _ = run_checked(plan, alone, ref)
@@ -419,18 +441,20 @@ def fresh_run(plan: DecodePlan, inputs: DecodeInputs) -> DecodeOutput:
     """One run, unjudged, into NaN-filled memory that nobody else holds."""
     out = plan.new_output()
     if out is not None:
-        out.out.fill_(torch.nan)
-        if out.lse is not None:
-            out.lse.fill_(torch.nan)
+        _poison_output(out)
     poison_workspaces(plan)
     return plan.run(inputs, out)
 
 
-def _repeat(inputs: DecodeInputs, ref: Reference, runs: int) -> Callable[[DecodePlan], Observation]:
-    restore = _restorer(inputs)
+def _poison_output(output: DecodeOutput) -> None:
+    """Fill an output with NaN."""
+    output.out.fill_(torch.nan)
+    if output.lse is not None:
+        output.lse.fill_(torch.nan)
 
+
+def _repeat(inputs: DecodeInputs, ref: Reference, runs: int) -> Callable[[DecodePlan], Observation]:
     def apply(plan: DecodePlan) -> Observation:
-        restore()
         first = fresh_run(plan, inputs)
         result = compare(first, ref, inputs.problem)
         spread: int | None = 0
@@ -472,9 +496,7 @@ def _graph(before: DecodeInputs, after: DecodeInputs, ref: Reference) -> Callabl
         result = None
         for _ in range(2):  # the second finds what the first left behind
             overwrite(after)
-            captured.out.fill_(torch.nan)
-            if captured.lse is not None:
-                captured.lse.fill_(torch.nan)
+            _poison_output(captured)
             poison_workspaces(plan)
             graph.replay()
             torch.cuda.synchronize()

@@ -167,15 +167,21 @@ def test_a_kernel_of_two_answers_is_no_fault_but_a_fact():
     assert seen.spread > 0
 
 
-def test_inputs_that_a_plan_modified_are_put_back_for_the_next():
+@pytest.mark.parametrize("modifies_last", [False, True])
+def test_inputs_that_a_plan_modified_are_put_back_for_the_next(modifies_last):
+    """For the next plan in a probe, and for all plans in the next probe."""
+
     def modifies(inputs, output):
         simulated(inputs, output)
         inputs.q.mul_(2)
 
     bad, good = (ImpostorPlan(P, CPU, kernel) for kernel in (modifies, simulated))
     for probe in probes(P, 0, CPU, families=("normal", "exact")):
-        probe.apply(bad)
+        if not modifies_last:
+            probe.apply(bad)
         assert probe.apply(good).result.ok, probe.title
+        if modifies_last:
+            probe.apply(bad)
 
 
 def test_an_examination_names_the_first_probe_that_caught_a_fault():
