@@ -179,14 +179,6 @@ def _short(result: CheckResult) -> dict[str, object]:
     return {key: float(f"{value:.3g}") if isinstance(value, float) else value for key, value in values}
 
 
-def share(check: Mapping[str, object]) -> float:
-    """The largest share of a budget in a record's ``check``; infinite where there is none."""
-    if not check["finite"]:
-        return math.inf
-    values = [check[key] for key in ("worst_row", "worst_element", "worst_lse") if check[key] is not None]
-    return max((float(str(value)) for value in values), default=math.inf)
-
-
 def try_again(seed: int, number: int, name: str, device: str) -> Row:
     """One problem through one implementation, from nothing; for a process of its own."""
     drawn = draw(seed, number)
@@ -363,7 +355,11 @@ def main() -> int:
         jobs=asked.jobs,
     )
     for (name, status), number in sorted(Counter((r["impl"], r["status"]) for r in rows).items()):
-        shares = [share(r["check"]) for r in rows if (r["impl"], r["status"]) == (name, status) and r["check"]]
+        shares = [
+            record.largest_share(r["check"])
+            for r in rows
+            if (r["impl"], r["status"]) == (name, status) and r["check"]
+        ]
         print(f"{name:18} {status:12} {number:6}" + (f"  worst share {max(shares):.3f}" if shares else ""))
     print(f"{len({r['case'] for r in rows})} of {asked.count} problems")
     return 1 if any(r["status"] in ("wrong", "failed") for r in rows) else 0

@@ -310,6 +310,12 @@ def append(path: str | Path, *records: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def largest_share(check: Mapping[str, Any]) -> float:
+    """The largest share of a budget in a record's ``check``; infinite where the output is not, or there is none."""
+    values = [check[key] for key in ("worst_row", "worst_element", "worst_lse") if check[key] is not None]
+    return float(max(values)) if check["finite"] and values else math.inf
+
+
 def read(path: str | Path) -> list[Record]:
     """All records of a file, validated, in the order in which they were written.
 

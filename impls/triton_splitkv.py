@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, check_tuning
+from impls.libraries import check_capability
 from impls.problem import DecodeProblem
 from impls.space import Configuration, Space, configurations, too_large
 from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan, positive
@@ -433,9 +434,7 @@ class TritonSplitKV:
             return f"device: expected {runs_on} (Triton {mode} in this process), got {device.type}"
         if problem.head_dim > 256:
             return f"head_dim: expected <= 256, got {problem.head_dim}"
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-            return f"device: expected compute capability >= 8.0, got {torch.cuda.get_device_capability(device)}"
-        return None
+        return check_capability(device, (8, 0)) if device.type == "cuda" else None
 
     def plan(
         self,

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from harness.families import FAMILY_NAMES, FAMILY_NOTES
-from harness.record import CHECKS_FILE, FINDINGS_FILE, IMPOSTORS_FILE, RANDOM_FILE, Record, RecordError, read
+from harness.record import (
+    CHECKS_FILE,
+    FINDINGS_FILE,
+    IMPOSTORS_FILE,
+    RANDOM_FILE,
+    Record,
+    RecordError,
+    largest_share,
+    read,
+)
 from harness.render.template import Table, fill
 from harness.render.text import cases_text, code, escape, join, versions
 
@@ -182,16 +191,14 @@ def _short(value: float | None) -> str:
     return "–" if value is None else f"{value:.2g}"
 
 
-def _share(check: Mapping[str, Any]) -> float:
-    """The largest share of a budget, infinite where there is none."""
-    values = [check[key] for key in ("worst_row", "worst_element", "worst_lse") if check[key] is not None]
-    return float(max(values)) if check["finite"] and values else float("inf")
-
-
 def _is_true(row: Record) -> bool:
     """Whether a wrong answer came again in a process of its own, far over its budget."""
     again = row["config"].get("again")
-    return row["status"] == "wrong" and bool(again) and min(_share(row["check"]), _share(again)) >= TRUE_SHARE
+    return (
+        row["status"] == "wrong"
+        and bool(again)
+        and min(largest_share(row["check"]), largest_share(again)) >= TRUE_SHARE
+    )
 
 
 def _random(rows: Sequence[Record]) -> Table:
@@ -200,7 +207,7 @@ def _random(rows: Sequence[Record]) -> Table:
         mine = [r for r in rows if r["impl"] == name]
         counts = Counter(r["status"] for r in mine)
         true = sum(map(_is_true, mine))
-        shares = [_share(r["check"]) for r in mine if r["status"] == "ok"]
+        shares = [largest_share(r["check"]) for r in mine if r["status"] == "ok"]
         lines.append(
             [
                 code(name),
