@@ -30,7 +30,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -40,8 +40,20 @@ from torch import Tensor
 from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, check_tuning
 from impls.libraries import check_capability
 from impls.problem import DecodeProblem
-from impls.space import Configuration, Space, configurations, too_large
-from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan, positive
+from impls.space import Configuration, configurations, too_large
+from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan
+from impls.triton_tile import (
+    SPACE,
+    TILE_TUNING,
+    Tile,
+    block_d,
+    choose_tile,
+    combine_warps,
+    is_short,
+    shared_memory,
+    sm_count,
+    tile_bytes,
+)
 
 # Triton decides between compiler and interpreter when it is imported.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
@@ -54,9 +66,6 @@ except ImportError as error:
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether this process runs Triton kernels in the interpreter, on CPU tensors, instead of compiling them."""
 
-CPU_CTAS = 32
-"""What stands in for the SM count on a CPU: enough to split."""
-
 BLOCK_S = 32
 """Splits that the combine kernel merges at a time."""
 
@@ -64,19 +73,8 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
 ROUND_BF16 = tl.constexpr(INTERPRETED)
 
-TILE_TUNING: Mapping[str, Scalar] = {"block_n": None, "block_h": None, "num_stages": 3, "num_warps": 4}
-"""What a caller may choose about tiles; None means the rule in :func:`choose_tile`."""
-
 TUNING: Mapping[str, Scalar] = {**SPLIT_TUNING, **TILE_TUNING}
 """What ``plan`` lets the caller choose."""
-
-SPACE: Space = (
-    {"block_n": (32, 64, 128), "num_stages": (2, 3, 4)},
-    {"block_n": (64, 128), "num_stages": (2, 3), "num_warps": (8,)},
-    # 64 rows, for `wgmma`.
-    {"block_h": (64,), "block_n": (64, 128), "num_stages": (2, 3)},
-)
-"""The tiles that a tuner tries."""
 
 
 @triton.jit
@@ -254,6 +252,12 @@ def combine(partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: 
         combine_kernel[(merges.shape[0] * heads_q,)](partial, lse, merges, out, out_lse, heads_q, **meta)
 
 
+@cache
+def has_pdl(device: torch.device) -> bool:
+    """Whether the combine kernel can be launched while the split kernel runs: from sm_90 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def _as_quiet_as_a_gpu() -> AbstractContextManager[object]:
     """A GPU computes with NaN and infinities without a word; so does numpy, under the interpreter, in here."""
     return np.errstate(invalid="ignore") if INTERPRETED else nullcontext()
@@ -264,109 +268,6 @@ def compiled_variants() -> int:
     if INTERPRETED:
         return 0
     return sum(len(kernels) for jit in (split_kernel, combine_kernel) for kernels, *_ in jit.device_caches.values())
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The shape of the split kernel: everything it is compiled for besides head dim and dtype."""
-
-    block_n: int
-    block_h: int
-    num_stages: int
-    num_warps: int
-
-    def __post_init__(self) -> None:
-        for name, least in (("block_n", 16), ("block_h", 16), ("num_warps", 1)):
-            value = getattr(self, name)
-            if value < least or value & (value - 1):
-                raise ValueError(f"{name}: expected a power of two >= {least}, got {value}")
-
-
-def block_d(head_dim: int) -> int:
-    """The head dim padded to what a Triton tile can hold: a power of two of at least 16."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def combine_warps(head_dim: int) -> int:
-    """Warps of a combine program: so few that a column's splits lie in one thread, and fit its registers."""
-    return max(1, block_d(head_dim) // 128)
-
-
-def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], *, short: bool) -> Tile:
-    """The caller's tile where there is one, else the rule; of the problem's lengths it sees only ``short``.
-
-    ``block_h``: the group of query heads that shares a KV head, padded to the 16 rows of a tensor-core tile;
-    over 64, several tiles. Float32 uses no tensor cores and holds its tiles in registers: always 16.
-
-    ``block_n``: the most keys, up to 128 (float32: 64), whose K and V in all pipeline buffers fit 60 % of an
-    SM's shared memory; half as many for short work, so that several CTAs share an SM. In the interpreter, the
-    most keys whose products numpy leaves to one thread: 2^18 multiplications, over which OpenBLAS wakes a pool
-    that costs more than it brings.
-    """
-    block_h = 16 if problem.dtype == "float32" else min(64, max(16, 1 << (problem.group - 1).bit_length()))
-    if device.type == "cpu":
-        block_n = max(16, 2**18 // (block_h * block_d(problem.head_dim)))
-    else:
-        buffers = 3 if block_h == 64 else 2  # Triton keeps one more where the product is a wgmma
-        key_bytes = 2 * block_d(problem.head_dim) * problem.element_bytes
-        fits = shared_memory(device) * 6 // 10 // (buffers * key_bytes)
-        block_n = min(64 if problem.dtype == "float32" else 128, 1 << (fits.bit_length() - 1))
-        if short:
-            block_n = max(16, block_n // 2)
-    return Tile(
-        block_n=positive(choice, "block_n", block_n),
-        block_h=positive(choice, "block_h", block_h),
-        num_stages=positive(choice, "num_stages"),
-        num_warps=positive(choice, "num_warps"),
-    )
-
-
-def tile_bytes(problem: DecodeProblem, tile: Tile, *, wgmma: bool) -> int:
-    """Bytes of shared memory that the compiled split kernel takes, known without compiling it.
-
-    The compiler keeps K and V in ``num_stages`` buffers for a wgmma (sm_90, 64 rows), in one fewer for other
-    products. Q goes through shared memory too, and P but for a wgmma.
-    """
-    buffers = tile.num_stages if wgmma else max(1, tile.num_stages - 1)
-    need = (2 * buffers * tile.block_n + tile.block_h) * block_d(problem.head_dim) * problem.element_bytes
-    return need if wgmma else need + tile.block_h * tile.block_n * problem.element_bytes
-
-
-def is_short(problem: DecodeProblem, device: torch.device) -> bool:
-    """Whether CTAs are so short that their starts and ends must be hidden behind each other.
-
-    Fewer than 256 keys each; or up to 2048, where sequences of about one length make two waves or more. With
-    lengths that differ, several long CTAs may meet on one SM: there each gets an SM of its own.
-    """
-    total_kv, sms = problem.total_kv, sm_count(device)
-    ctas = problem.batch * problem.heads_kv
-    keys = total_kv * problem.heads_kv / max(ctas, sms)
-    if keys < 256 or keys > 2048 or ctas < 2 * sms:
-        return keys < 256
-    return 4 * problem.max_kv * problem.batch <= 5 * total_kv  # lengths are about alike
-
-
-def sm_count(device: torch.device) -> int:
-    """SMs of a GPU; on a CPU, what stands in for them."""
-    return _device_properties(device)["multiprocessor_count"] if device.type == "cuda" else CPU_CTAS
-
-
-@cache
-def has_pdl(device: torch.device) -> bool:
-    """Whether the combine kernel can be launched while the split kernel runs: from sm_90 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one CTA may use."""
-    return _device_properties(device)["max_shared_mem"]
-
-
-@cache
-def _device_properties(device: torch.device) -> dict[str, int]:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    properties: dict[str, int] = triton.runtime.driver.active.utils.get_device_properties(index)
-    return properties
 
 
 class TritonPlan(SplitKVPlan):

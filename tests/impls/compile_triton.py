@@ -28,9 +28,10 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from harness.inputs import make_inputs
-from impls import triton_splitkv
+from impls import triton_splitkv, triton_tile
 from impls.problem import DecodeProblem
-from impls.triton_splitkv import TUNING, Tile, TritonPlan, block_d, choose_tile, combine_kernel, split_kernel
+from impls.triton_splitkv import TUNING, TritonPlan, combine_kernel, split_kernel
+from impls.triton_tile import Tile, block_d, choose_tile
 
 SM_90 = GPUTarget("cuda", 90, 32)
 H200 = {"multiprocessor_count": 132, "max_shared_mem": 232448}
@@ -83,7 +84,7 @@ def compile_split(head_dim: int, dtype: str, tile: Tile) -> dict[str, int]:
 
 def resources() -> dict[str, dict[str, int]]:
     """What ptxas allotted, by kernel."""
-    triton_splitkv._device_properties = lambda device: H200  # type: ignore[assignment]
+    triton_tile._device_properties = lambda device: H200  # type: ignore[assignment]
     shapes = [
         *((dim, "bfloat16", group) for dim in HEAD_DIMS for group in (4, 24, 64)),
         *((dim, "float32", 4) for dim in HEAD_DIMS),
@@ -98,7 +99,7 @@ def resources() -> dict[str, dict[str, int]]:
     for head_dim in HEAD_DIMS:
         constants = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": triton_splitkv.BLOCK_S}
         constants["PDL"] = True
-        warps = triton_splitkv.combine_warps(head_dim)
+        warps = triton_tile.combine_warps(head_dim)
         out[f"combine d{head_dim}"] = compile_kernel(combine_kernel, "bfloat16", constants, num_warps=warps)
     return out
 
@@ -130,7 +131,7 @@ def space() -> dict[str, list[int]]:
     for head_dim, *shape in ((128, 128, 16, 4, 4), (64, 64, 16, 2, 8), (128, 64, 64, 2, 4), (96, 32, 32, 3, 4)):
         problem = DecodeProblem(kv_lens=(), heads_q=8, heads_kv=8, head_dim=head_dim)
         tile = Tile(*shape)
-        predicted = triton_splitkv.tile_bytes(problem, tile, wgmma=tile.block_h >= 64)
+        predicted = triton_tile.tile_bytes(problem, tile, wgmma=tile.block_h >= 64)
         out[f"d{head_dim} {tile}"] = [predicted, compile_split(head_dim, problem.dtype, tile)["shared"]]
     return out
 

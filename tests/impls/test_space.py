@@ -10,7 +10,7 @@ import torch
 import tvm
 
 from harness.study import load_study
-from impls import tilelang_splitkv, triton_splitkv
+from impls import tilelang_splitkv, triton_splitkv, triton_tile
 from impls.catalog import OURS, load
 from impls.contract import DecodeImpl, check_tuning
 from impls.problem import DecodeProblem
@@ -30,7 +30,7 @@ def impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Dec
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     asked = {"multiprocessor_count": SM_COUNT, "max_shared_mem": SHARED_BYTES}
-    monkeypatch.setattr(triton_splitkv, "_device_properties", lambda device: asked)
+    monkeypatch.setattr(triton_tile, "_device_properties", lambda device: asked)
     return load(request.param)
 
 
