@@ -29,11 +29,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +40,7 @@ from impls.libraries import check_capability
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
 from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan
+from impls.triton_launch import Launch
 from impls.triton_tile import (
     SPACE,
     TILE_TUNING,
@@ -243,24 +242,23 @@ def combine(partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: 
         out_lse: ``[B, Hq]`` float32, contiguous; likewise.
     """
     heads_q, head_dim = out.shape[1:]
-    pdl = has_pdl(out.device)
-    meta = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": BLOCK_S, "PDL": pdl}
-    meta["num_warps"] = combine_warps(head_dim)
+    combine_launch(merges.shape[0], heads_q, head_dim, out.device)((partial, lse, merges, out, out_lse))
+
+
+def combine_launch(merges: int, heads_q: int, head_dim: int, device: torch.device) -> Launch:
+    """The launch of the combine kernel over so many merges; it takes the tensors of :func:`combine`."""
+    pdl = has_pdl(device)
+    constants = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": BLOCK_S, "PDL": pdl}
+    options: dict[str, object] = {"num_warps": combine_warps(head_dim)}
     if pdl:
-        meta["launch_pdl"] = True
-    with _as_quiet_as_a_gpu():
-        combine_kernel[(merges.shape[0] * heads_q,)](partial, lse, merges, out, out_lse, heads_q, **meta)
+        options["launch_pdl"] = True
+    return Launch(combine_kernel, merges * heads_q, (heads_q,), constants, options)
 
 
 @cache
 def has_pdl(device: torch.device) -> bool:
     """Whether the combine kernel can be launched while the split kernel runs: from sm_90 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _as_quiet_as_a_gpu() -> AbstractContextManager[object]:
-    """A GPU computes with NaN and infinities without a word; so does numpy, under the interpreter, in here."""
-    return np.errstate(invalid="ignore") if INTERPRETED else nullcontext()
 
 
 def compiled_variants() -> int:
@@ -283,18 +281,18 @@ class TritonPlan(SplitKVPlan):
         )
         compute_dtype = "float32" if INTERPRETED else problem.dtype
         scale_log2 = problem.softmax_scale * math.log2(math.e)
-        self._scalars = (problem.heads_q, problem.group, tiles, head_tiles, scale_log2)
-        self._meta = {
+        scalars = (problem.heads_q, problem.group, tiles, head_tiles, scale_log2)
+        constants = {
             "HEAD_DIM": problem.head_dim,
             "BLOCK_D": block_d(problem.head_dim),
             "BLOCK_H": tile.block_h,
             "BLOCK_N": tile.block_n,
             "OPERAND": getattr(tl, compute_dtype),
             "PDL": has_pdl(device),
-            "num_stages": tile.num_stages,
-            "num_warps": tile.num_warps,
         }
-        self._split = split_kernel[(len(self._items) * tiles,)]
+        options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}
+        self._split = Launch(split_kernel, len(self._items) * tiles, scalars, constants, options)
+        self._combine = combine_launch(len(self._merges), problem.heads_q, problem.head_dim, device)
         self.config = {
             "library": "triton",
             "version": triton.__version__,
@@ -311,12 +309,11 @@ class TritonPlan(SplitKVPlan):
         q, k, v = inputs.q, inputs.k, inputs.v
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
         tensors = (q, k, v, out, lse, self._partial, self._partial_lse, self._items)
-        with _as_quiet_as_a_gpu():
-            self._split(*tensors, *strides, *self._scalars, **self._meta)
+        self._split(tensors, strides)
 
     def launch_combine(self, out: Tensor, lse: Tensor) -> None:
         """Launch the combine kernel."""
-        combine(self._partial, self._partial_lse, self._merges, out, lse)
+        self._combine((self._partial, self._partial_lse, self._merges, out, lse))
 
 
 class TritonSplitKV:

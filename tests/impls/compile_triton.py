@@ -2,7 +2,8 @@
 
 ``resources`` compiles the tiles that the rule picks on an H200 to cubins for sm_90 and prints, for each, what
 ptxas allotted. ``variants`` prints how many specialisations 20 batches ask the JIT for. ``space`` prints, for some
-of the tiles that a tuner tries, the shared memory that was predicted and that was allotted. All print JSON.
+of the tiles that a tuner tries, the shared memory that was predicted and that was allotted. ``launches`` prints how
+2000 launches of many layouts went, and how many reached a kernel compiled for another layout. All print JSON.
 
 A process of its own, because a process that interprets Triton kernels cannot compile them.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -24,12 +26,13 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from harness.inputs import make_inputs
 from impls import triton_splitkv, triton_tile
 from impls.problem import DecodeProblem
+from impls.triton_launch import Launch
 from impls.triton_splitkv import TUNING, TritonPlan, combine_kernel, split_kernel
 from impls.triton_tile import Tile, block_d, choose_tile
 
@@ -136,5 +139,60 @@ def space() -> dict[str, list[int]]:
     return out
 
 
+class Address:
+    """What a launch sees of a tensor on a GPU: an address and a dtype."""
+
+    is_cuda = True
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def launches() -> dict[str, int]:
+    """Launches of the split kernel through the JIT and past it, the JIT's specialisations, and mistaken kernels."""
+    bind = create_function_from_signature(split_kernel.signature, split_kernel.params, make_backend(SM_90))
+    count = {"jit": 0, "direct": 0, "wrong": 0}
+    specialisations = set()
+
+    class Compiled(CompiledKernel):
+        """Knows what it was compiled for, and finds it again in the arguments of a launch."""
+
+        def __init__(self, specialisation: str) -> None:
+            self.specialisation = specialisation
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*args: Any) -> None:
+                count["direct"] += 1
+                count["wrong"] += str(bind(*args)[1]) != self.specialisation
+
+            return launch
+
+    def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Compiled:
+        count["jit"] += 1
+        specialisation = str(bind(*args, **kwargs)[1])
+        specialisations.add(specialisation)
+        return Compiled(specialisation)
+
+    split_kernel.run = run
+    torch.cuda.current_device = lambda: 0
+    constants = {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_H": 16, "BLOCK_N": 64, "OPERAND": tl.float16, "PDL": True}
+    launch = Launch(split_kernel, 8, (8, 4, 2, 1, 0.1), constants, {"num_warps": 4})
+    draw = random.Random(1)
+    for _ in range(2000):
+        dtypes = [torch.float16] * 4 + [torch.float32] * 3 + [torch.int32]
+        offsets, strides = [0] * 8, [64] * 6
+        unusual = [(dtypes, [torch.bfloat16]), (offsets, [2, 8, 32]), (strides, [1, 72, 80, 2**31, 2**31 + 8])]
+        for _ in range(draw.randrange(3)):  # nothing unusual, or one or two things
+            usual, values = draw.choice(unusual)
+            usual[draw.randrange(len(usual))] = draw.choice(values)
+        addresses = [4096 * draw.randrange(1, 2**30) + offset for offset in offsets]
+        launch(tuple(map(Address, addresses, dtypes)), tuple(strides))
+    return {**count, "specialisations": len(specialisations)}
+
+
 if __name__ == "__main__":
-    print(json.dumps({"resources": resources, "variants": variants, "space": space}[sys.argv[1]]()))
+    questions = {"resources": resources, "variants": variants, "space": space, "launches": launches}
+    print(json.dumps(questions[sys.argv[1]]()))
