@@ -40,7 +40,8 @@ def test_a_gpu_s_file_gets_a_cpu_s_run_only_if_that_is_asked_for() -> None:
     keep_to_gpu(path, [], ready("cpu"), None)
 
 
-def test_a_refused_run_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_a_refused_run_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the worker, which looks for the best device
     study = make_study(tmp_path, "right")
     path = tmp_path / "records.jsonl"
     record.append(path, *runs(GPU))

@@ -262,7 +262,7 @@ def test_a_check_that_is_interrupted_ends_at_once_and_keeps_what_was_complete(tm
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        check_study(study, families=("normal",), records=path, jobs=2, setup=SETUP, deadline_s=120)
+        check_study(study, families=("normal",), records=path, jobs=2, setup=SETUP, deadline_s=600)
     assert interrupted.is_set()
     assert [r["case"] for r in record.read(path) if r["kind"] == "check"] == ["first", "first"]
 

@@ -41,8 +41,6 @@ FIELDS = ("dtype", "device", "head_dim", "heads_q", "kv_lens")
 """What a refusal may be about; a library's own words start with the implementation's name instead."""
 
 KNOWN_WRONG = {
-    ("flashinfer", "below-sentinels-1"): "-5e4 stands in for minus infinity where partials are merged",
-    ("flashinfer", "below-sentinels-3"): "-5e4 stands in for minus infinity where partials are merged",
     ("flashinfer", "equal-keys"): "partials are rounded to the dtype of the output",
 }
 """(library, case) -> why its answer is wrong. A library that has mended it fails here, and is struck off."""
