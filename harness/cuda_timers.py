@@ -290,15 +290,15 @@ class EventsLap:
         self._output = plan.new_output()
         self._last = plan.run(inputs, self._output)
         if calls is None:
-            guess_ms = max(1e-3, self._launch(5) / 5)
+            guess_ms = max(1e-3, self._launch(5))
             for _ in range(max(1, int(WARM_UP_MS / guess_ms))):
                 plan.run(inputs, self._output)
             calls = max(1, math.ceil(MEASURED_MS / guess_ms / rounds))
         self.calls = calls
 
     def sample(self) -> float:
-        """The mean over its calls."""
-        return self._launch(self.calls) * 1e3 / self.calls
+        """The median of its calls, as in ``do_bench``: the first waits for a host that is not ahead yet."""
+        return self._launch(self.calls) * 1e3
 
     def result(self) -> DecodeOutput:
         """The output of one more call."""
@@ -314,18 +314,18 @@ class EventsLap:
         return None
 
     def _launch(self, calls: int) -> float:
-        """Milliseconds of that many calls, flushes not counted."""
-        pairs = []
-        for _ in range(calls):
-            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        """Milliseconds of a call, the median of that many; flushes do not count."""
+        starts, ends = (
+            [torch.cuda.Event(enable_timing=True) for _ in range(calls)]  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        for start, end in zip(starts, ends, strict=True):
             self._flush.zero_()
             start.record()
             self._last = self._plan.run(self._inputs, self._output)
             end.record()
-            pairs.append((start, end))
         torch.cuda.synchronize()
-        return math.fsum(start.elapsed_time(end) for start, end in pairs)
+        return statistics.median(start.elapsed_time(end) for start, end in zip(starts, ends, strict=True))
 
 
 class KernelsTimer(GraphTimer):

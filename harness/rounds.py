@@ -1,13 +1,16 @@
 """The rounds: samples of several plans, taken together so that they can be compared pair by pair.
 
-A round takes one sample of everyone, in order; the next in reversed order. Where the timer wants it, everyone
-is planned and made ready anew for each round, elsewhere in memory. Rounds go on until the median of everyone is
-known to :data:`HALF_WIDTH`, or the timer's cap.
+A round takes one sample of everyone, in an order drawn by lot; the next in the reverse of it. Where the timer
+wants it, everyone is planned and made ready anew for each round, elsewhere in memory: all give back what they
+hold before the first takes anything, so that the lot also decides who gets whose place. Else a place, and the
+luck that comes with it, would stay with whoever has it, and rounds would not be independent. Rounds go on until
+the median of everyone is known to :data:`HALF_WIDTH`, or the timer's cap.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -56,6 +59,9 @@ def take_rounds(
         if lap is not None:
             taken.laps[who] = lap
             taken.samples[who] = []
+        del lap  # a name that stays would keep the last one's memory
+    lots = random.Random(0)
+    order: list[int] = []
     started = time.monotonic()
     look = timer.min_rounds
     for number in range(timer.max_rounds):
@@ -65,7 +71,8 @@ def take_rounds(
             if all(_is_settled(taken.samples[who]) for who in taken.laps):
                 break
             look = next_look(look)
-        _take_one(timer, makers, attempt, taken, number)
+        order = list(reversed(order)) if number % 2 else lots.sample(list(makers), len(makers))
+        _take_one(timer, makers, attempt, taken, number, [who for who in order if who in taken.laps])
     return taken
 
 
@@ -75,18 +82,22 @@ def _take_one(
     attempt: Callable[[int, str, Callable[[], Any]], Any],
     taken: Taken,
     number: int,
+    order: list[int],
 ) -> None:
-    order = list(taken.laps) if number % 2 == 0 else list(reversed(taken.laps))
+    anew = timer.renews and number > 0
+    if anew:
+        taken.laps.clear()
     readings = [timer.clocks()]
     times: dict[int, float] = {}
     for place, who in enumerate(order):
         if place == len(order) // 2:
             readings.append(timer.clocks())
-        lap: Lap | None = taken.laps[who]
-        if timer.renews and number:
-            del lap, taken.laps[who]  # what it holds is free before the next takes its place
+        lap: Lap | None
+        if anew:
             timer.displace()
             lap = attempt(who, "prepare timing", makers[who])
+        else:
+            lap = taken.laps[who]
         us = None if lap is None else attempt(who, "time", lap.sample)
         if lap is None or us is None:
             taken.laps.pop(who, None)
@@ -94,7 +105,7 @@ def _take_one(
             continue
         taken.laps[who] = lap
         times[who] = us
-    # Back in the order of the first round: what is taken out and put in again goes to the end.
+    # In the order in which they came, not in that of the round.
     taken.laps = {who: taken.laps[who] for who in makers if who in taken.laps}
     readings.append(timer.clocks())
     taken.readings.append(readings)

@@ -44,7 +44,7 @@ COMPARED_CASES = (
 """The cases on which kernels are compared with themselves: three of each size class of the report, of one shape of
 heads, which is compiled once."""
 
-TIMED_CASES = ("b1_1k", "b1_8k", "b16_8k")
+TIMED_CASES = ("b1_1k", "b8_512", "b1_8k", "b16_8k")
 """The cases on which timers are compared."""
 
 PLANNED_CASES = ("b1_8k", "b16_8k", "b64_4k", "skew_1x128k_31x1k")

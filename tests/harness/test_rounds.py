@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Any
@@ -72,13 +73,25 @@ def noisy(us: float, spread: float) -> Iterator[float]:
         yield us * (1 + spread * ((i * 37 % 101) / 50 - 1))
 
 
-def test_the_order_is_reversed_in_every_second_round() -> None:
+def test_the_order_is_drawn_by_lot_and_reversed_in_every_second_round() -> None:
     log: list[int] = []
     taken = take_rounds(Timer(), makers(log, steady(1.0), steady(2.0), steady(3.0)))
-    assert log == [0, 1, 2, 2, 1, 0] * 2
+    rounds = [log[i : i + 3] for i in range(0, 12, 3)]
+    assert all(sorted(order) == [0, 1, 2] for order in rounds)
+    assert rounds[1] == rounds[0][::-1]
+    assert rounds[3] == rounds[2][::-1]
     assert [s["us"] for s in taken.samples[1]] == [2.0] * 4
     assert [s["round"] for s in taken.samples[1]] == [0, 1, 2, 3]
     assert [len(readings) for readings in taken.readings] == [3] * 4
+
+
+def test_everyone_is_first_about_as_often_as_others() -> None:
+    timer = Timer()
+    timer.min_rounds = timer.max_rounds = 400
+    log: list[int] = []
+    take_rounds(timer, makers(log, *(steady(1.0) for _ in range(4))))
+    first = [log[4 * number] for number in range(400)]
+    assert all(70 <= first.count(who) <= 130 for who in range(4))
 
 
 def test_everyone_is_sampled_until_the_noisiest_is_known_well_enough() -> None:
@@ -110,21 +123,28 @@ def test_a_round_during_which_the_clocks_were_held_back_is_marked_for_all() -> N
 
 
 def test_renewing_makes_every_lap_of_a_round_anew_and_elsewhere() -> None:
+    """All are gone before the first is made again, so that who comes first has the choice of all places."""
     timer = Timer()
     timer.renews = True
     made: list[int] = []
     log: list[int] = []
+    alive: list[weakref.ref[Lap]] = []
+    left: list[int] = []
 
     def maker(who: int) -> Callable[[], Any]:
         def make() -> Lap:
             made.append(who)
-            return Lap(who, steady(1.0 + who), log)
+            left.append(sum(lap() is not None for lap in alive))
+            lap = Lap(who, steady(1.0 + who), log)
+            alive.append(weakref.ref(lap))
+            return lap
 
         return make
 
     taken = take_rounds(timer, {who: maker(who) for who in (0, 1)})
-    assert log == [0, 1, 1, 0] * 2
-    assert made == [0, 1, 1, 0, 0, 1, 1, 0]
+    assert made[:2] == [0, 1]
+    assert made[2:] == log[2:]  # each is made right before it is sampled
+    assert [left[i : i + 2] for i in range(0, 8, 2)] == [[0, 1]] * 4
     assert timer.displaced == 6
     assert list(taken.laps) == [0, 1]
 
@@ -140,5 +160,5 @@ def test_who_fails_is_out_and_the_others_go_on(where: str) -> None:
     log: list[int] = []
     taken = take_rounds(Timer(), makers(log, steady(1.0), steady(2.0), steady(3.0)), attempt)
     assert set(taken.samples) == set(taken.laps) == {0, 2}
-    assert log == [0, 2, 2, 0] * 2
+    assert [sorted(log[i : i + 2]) for i in range(0, 8, 2)] == [[0, 2]] * 4
     assert asked.count((1, where)) == 1
