@@ -35,7 +35,12 @@ from impls.splits import check_offsets
 
 @T.macro
 def _hopper_load(X, ring, full, stage, row, head, rows, cols):
-    T.tma_copy(X[row : row + rows, head, 0:cols], ring[stage, 0:rows, 0:cols], barrier=full[stage])
+    T.tma_copy(
+        X[row : row + rows, head, 0:cols],
+        ring[stage, 0:rows, 0:cols],
+        barrier=full[stage],
+        eviction_policy="evict_first",
+    )
     T.mbarrier_arrive(full[stage])
 
 
@@ -162,9 +167,17 @@ class Machine:
         """The buffer of a K or V ring."""
         raise NotImplementedError
 
-    def tile(self, ring: Any, stage: Any) -> Any:
-        """One stage of a ring as a GEMM operand, ``[rows, cols]``."""
+    def tile(self, ring: Any, stage: Any, row: Any, rows: int) -> Any:
+        """Rows of one stage of a ring as a GEMM operand, ``[rows, cols]``."""
         raise NotImplementedError
+
+    def parts(self, block_h: int, threads: int) -> int:
+        """Into how many parts a tile's keys are shared out, so that each warp has 16 rows of its own."""
+        return 1
+
+    def part(self, block_h: int, parts: int) -> Any:
+        """The part of the calling thread."""
+        return 0
 
     def barriers(self, stages: int, threads: int) -> Any:
         """What says that a stage is full; None where loads are synchronous or counted."""
@@ -207,9 +220,17 @@ class Ampere(Machine):
         """``[stages, rows, cols]`` in shared memory."""
         return T.alloc_shared([stages, rows, cols], dtype)
 
-    def tile(self, ring: Any, stage: Any) -> Any:
-        """The region of one stage."""
-        return ring[stage, :, :]
+    def tile(self, ring: Any, stage: Any, row: Any, rows: int) -> Any:
+        """A region whose first row may differ from warp to warp: each reads its operand by itself."""
+        return ring[stage, row : row + rows, :]
+
+    def parts(self, block_h: int, threads: int) -> int:
+        """As many as there are warps for every 16 heads of a tile."""
+        return max(1, threads // 32 * 16 // block_h)
+
+    def part(self, block_h: int, parts: int) -> Any:
+        """Warps in a row have the heads of one part, 16 each."""
+        return T.get_thread_binding() // 32 * 16 // block_h if parts > 1 else 0
 
 
 class Hopper(Ampere):
@@ -261,8 +282,8 @@ class Cpu(Machine):
         """``[rows, cols]``: one stage, since loads are synchronous."""
         return T.alloc_local([rows, cols], dtype)
 
-    def tile(self, ring: Any, stage: Any) -> Any:
-        """The buffer itself."""
+    def tile(self, ring: Any, stage: Any, row: Any, rows: int) -> Any:
+        """The buffer itself: there is one stage, and one part."""
         return ring
 
 

@@ -8,10 +8,12 @@ and its natural-log LSE, and the combine kernel merges a sequence's partials, al
 weights ``exp(lse_s - lse)``. Without merges there is no second launch.
 
 Tiling. K and V go through a ring of ``num_stages`` tiles in shared memory, filled ahead by TMA (sm_90a) or
-``cp.async`` (sm_80) with no producer warp: the threads that have just finished a tile refill its stage.
-Small head groups use tiles of 16 rows and ``mma.sync``, the four warps side by side over keys and then over
-the head dim, P through shared memory; with 64 rows each warp owns 16 of them, P stays in registers, and on
-sm_90a both products are ``wgmma``. The tile is chosen in :mod:`impls.tilelang_tile`.
+``cp.async`` (sm_80) with no producer warp: the threads that have just finished a tile refill its stage. Every
+warp owns 16 rows of scores. Where the heads of a tile are fewer than that makes rows, the rows are the same
+heads again for another *part* of the tile's keys: each part has a running maximum, sum and output of its own, no
+warp waits for another inside of a tile but to refill a stage, P stays in registers, and the parts are merged once,
+at the end. With 64 heads there is one part, and on sm_90a both products are ``wgmma``. The tile is chosen in
+:mod:`impls.tilelang_tile`.
 
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
 fills the SMs, or a few where lengths differ (:func:`impls.splits.balanced_counts`); an integer gives every
@@ -109,8 +111,11 @@ def split_kernel(
     head_tiles = -(-group // block_h)
     dim = machine.padded(head_dim)
     accum = "float32"
-    rows_per_warp = block_h >= 16 * (threads // 32)
-    policy = T.GemmWarpPolicy.FullRow if rows_per_warp else T.GemmWarpPolicy.FullCol
+    parts = machine.parts(block_h, threads)
+    rows = parts * block_h
+    part_n = block_n // parts
+    tall = 1 << (min(group, block_h) - 1).bit_length()  # rows that hold the heads of a tile
+    policy = T.GemmWarpPolicy.FullRow
     batch, total_kv, splits, slots = (T.dynamic(name) for name in ("batch", "total_kv", "splits", "slots"))
     k_row, k_head, v_row, v_head = (T.dynamic(name) for name in ("k_row", "k_head", "v_row", "v_head"))
 
@@ -134,17 +139,24 @@ def split_kernel(
         with machine.kernel(splits * heads_kv * head_tiles, threads=threads) as pid:
             bx = pid % (heads_kv * head_tiles)
             by = pid // (heads_kv * head_tiles)
-            Q_shared = machine.shared([block_h, dim], dtype)
+            Q_shared = machine.shared([rows, dim], dtype)
             K_ring = machine.ring(num_stages, block_n, dim, dtype)
             V_ring = machine.ring(num_stages, block_n, dim, dtype)
-            P = (machine.fragment if rows_per_warp else machine.shared)([block_h, block_n], dtype)
-            acc_s = machine.fragment([block_h, block_n], accum)
-            acc_l = machine.fragment([block_h, block_n], accum)
-            acc_o = machine.fragment([block_h, dim], accum)
-            scores_max = machine.fragment([block_h], accum)
-            scores_max_prev = machine.fragment([block_h], accum)
-            scores_scale = machine.fragment([block_h], accum)
-            logsum = machine.fragment([block_h], accum)
+            P = machine.fragment([rows, part_n], dtype)
+            acc_s = machine.fragment([rows, part_n], accum)
+            acc_l = machine.fragment([rows, part_n], accum)
+            acc_o = machine.fragment([rows, dim], accum)
+            scores_max = machine.fragment([rows], accum)
+            scores_max_prev = machine.fragment([rows], accum)
+            scores_ref = machine.fragment([rows], accum)
+            scores_scale = machine.fragment([rows], accum)
+            logsum = machine.fragment([rows], accum)
+            part_max = machine.shared([rows], accum)
+            part_sum = machine.shared([rows], accum)
+            part_o = machine.shared([rows, dim + 8], accum)  # 8 more, so that neighbouring rows share no bank
+            out_max = machine.fragment([tall], accum)
+            out_sum = machine.fragment([tall], accum)
+            out_o = machine.fragment([tall, dim], accum)
             full_k = machine.barriers(num_stages, threads)
             full_v = machine.barriers(num_stages, threads)
 
@@ -156,6 +168,7 @@ def split_kernel(
             head = head_kv * group + bx % head_tiles * block_h
             heads = T.min(group - bx % head_tiles * block_h, block_h)
             tiles = T.ceildiv(keys, block_n)
+            own = machine.part(block_h, parts) * part_n
 
             # The combine kernel may be put in place now: it waits by itself for this kernel's results.
             machine.trigger()
@@ -167,16 +180,16 @@ def split_kernel(
                 else:
                     machine.skip()
                     machine.skip()
-            for i, d in machine.parallel(block_h, dim):
-                if i < heads and d < head_dim:
-                    Q_shared[i, d] = Q[sequence, head + i, d]
+            for i, d in machine.parallel(rows, dim):
+                if i % block_h < heads and d < head_dim:
+                    Q_shared[i, d] = Q[sequence, head + i % block_h, d]
                 else:
                     Q_shared[i, d] = T.cast(0, dtype)
-            for i, d in machine.parallel(block_h, dim):
+            for i, d in machine.parallel(rows, dim):
                 acc_o[i, d] = 0.0
-            for i, j in machine.parallel(block_h, block_n):
+            for i, j in machine.parallel(rows, part_n):
                 acc_l[i, j] = 0.0
-            for i in machine.parallel(block_h):
+            for i in machine.parallel(rows):
                 scores_max[i] = -T.infinity(accum)
 
             for t in T.serial(tiles):
@@ -185,7 +198,12 @@ def split_kernel(
                 ahead = t + num_stages
                 machine.wait(full_k, stage, t // num_stages % 2, num_stages)
                 T.gemm(
-                    Q_shared, machine.tile(K_ring, stage), acc_s, transpose_B=True, policy=policy, clear_accum=True
+                    Q_shared,
+                    machine.tile(K_ring, stage, own, part_n),
+                    acc_s,
+                    transpose_B=True,
+                    policy=policy,
+                    clear_accum=True,
                 )
                 # K is refilled while V is still to be used: half a tile more in flight.
                 if ahead < tiles:
@@ -194,21 +212,25 @@ def split_kernel(
                 else:
                     machine.skip()
                 if rest < block_n:
-                    for i, j in machine.parallel(block_h, block_n):
-                        acc_s[i, j] = T.if_then_else(j < rest, acc_s[i, j], -T.infinity(accum))
-                for i in machine.parallel(block_h):
+                    for i, j in machine.parallel(rows, part_n):
+                        acc_s[i, j] = T.if_then_else(
+                            i // block_h * part_n + j < rest, acc_s[i, j], -T.infinity(accum)
+                        )
+                for i in machine.parallel(rows):
                     scores_max_prev[i] = scores_max[i]
-                machine.max_into(acc_s, scores_max, block_h, block_n)
-                # Every tile holds a key, so scores_max is finite from the first tile on: no sentinel.
-                for i in machine.parallel(block_h):
-                    scores_scale[i] = T.exp2((scores_max_prev[i] - scores_max[i]) * scale_log2)
-                for i, j in machine.parallel(block_h, block_n):
-                    acc_s[i, j] = T.exp2((acc_s[i, j] - scores_max[i]) * scale_log2)
-                for i, j in machine.parallel(block_h, block_n):
+                machine.max_into(acc_s, scores_max, rows, part_n)
+                # A part may be without keys so far: then its maximum is -inf, and the reference point is 0.
+                for i in machine.parallel(rows):
+                    scores_ref[i] = T.if_then_else(scores_max[i] > -T.infinity(accum), scores_max[i], 0.0)
+                for i in machine.parallel(rows):
+                    scores_scale[i] = T.exp2((scores_max_prev[i] - scores_ref[i]) * scale_log2)
+                for i, j in machine.parallel(rows, part_n):
+                    acc_s[i, j] = T.exp2((acc_s[i, j] - scores_ref[i]) * scale_log2)
+                for i, j in machine.parallel(rows, part_n):
                     acc_l[i, j] = acc_l[i, j] * scores_scale[i] + acc_s[i, j]
-                for i, j in machine.parallel(block_h, block_n):
+                for i, j in machine.parallel(rows, part_n):
                     P[i, j] = T.cast(acc_s[i, j], dtype)
-                for i, d in machine.parallel(block_h, dim):
+                for i, d in machine.parallel(rows, dim):
                     acc_o[i, d] *= scores_scale[i]
                 machine.wait(full_v, stage, t // num_stages % 2, num_stages)
                 if rest < block_n:
@@ -216,34 +238,63 @@ def split_kernel(
                     for j, d in machine.parallel(block_n, dim):
                         if j >= rest:
                             machine.zero(V_ring, stage, j, d)
-                T.gemm(P, machine.tile(V_ring, stage), acc_o, policy=policy)
+                T.gemm(P, machine.tile(V_ring, stage, own, part_n), acc_o, policy=policy)
                 if ahead < tiles:
                     machine.release()
                     machine.load(V, V_ring, full_v, stage, row + ahead * block_n, head_kv, block_n, dim)
                 else:
                     machine.skip()
 
-            machine.sum(acc_l, logsum, block_h, block_n)
-            for i, d in machine.parallel(block_h, dim):
-                acc_o[i, d] = T.if_then_else(logsum[i] > 0, acc_o[i, d] / logsum[i], 0.0)
-            for i in machine.parallel(block_h):
-                logsum[i] = T.if_then_else(
-                    logsum[i] > 0, (scores_max[i] * scale_log2 + T.log2(logsum[i])) * LN_2, -T.infinity(accum)
+            # The parts of a head meet in shared memory: first their maxima, then what is left of each beside them.
+            machine.sum(acc_l, logsum, rows, part_n)
+            for i in machine.parallel(rows):
+                part_max[i] = scores_max[i]
+            for i in machine.parallel(rows):
+                scores_ref[i] = part_max[i % block_h]
+            for p in T.serial(1, parts):
+                for i in machine.parallel(rows):
+                    scores_ref[i] = T.max(scores_ref[i], part_max[p * block_h + i % block_h])
+            for i in machine.parallel(rows):
+                scores_scale[i] = T.if_then_else(
+                    scores_max[i] > -T.infinity(accum), T.exp2((scores_max[i] - scores_ref[i]) * scale_log2), 0.0
+                )
+            for i in machine.parallel(rows):
+                part_sum[i] = logsum[i] * scores_scale[i]
+            for i, d in machine.parallel(rows, dim):
+                if i % block_h < heads:
+                    part_o[i, d] = acc_o[i, d] * scores_scale[i]
+
+            for i in machine.parallel(tall):
+                out_max[i] = part_max[i]
+                out_sum[i] = part_sum[i]
+            for i, d in machine.parallel(tall, dim):
+                out_o[i, d] = part_o[i, d]
+            for p in T.serial(1, parts):
+                for i in machine.parallel(tall):
+                    out_max[i] = T.max(out_max[i], part_max[p * block_h + i])
+                    out_sum[i] += part_sum[p * block_h + i]
+                for i, d in machine.parallel(tall, dim):
+                    out_o[i, d] += part_o[p * block_h + i, d]
+            for i, d in machine.parallel(tall, dim):
+                out_o[i, d] = T.if_then_else(out_sum[i] > 0, out_o[i, d] / out_sum[i], 0.0)
+            for i in machine.parallel(tall):
+                out_sum[i] = T.if_then_else(
+                    out_sum[i] > 0, (out_max[i] * scale_log2 + T.log2(out_sum[i])) * LN_2, -T.infinity(accum)
                 )
             if slot < 0:
-                for i, d in machine.parallel(block_h, dim):
+                for i, d in machine.parallel(tall, dim):
                     if i < heads and d < head_dim:
-                        Output[sequence, head + i, d] = T.cast(acc_o[i, d], dtype)
-                for i in machine.parallel(block_h):
+                        Output[sequence, head + i, d] = T.cast(out_o[i, d], dtype)
+                for i in machine.parallel(tall):
                     if i < heads:
-                        Lse[sequence, head + i] = logsum[i]
+                        Lse[sequence, head + i] = out_sum[i]
             else:
-                for i, d in machine.parallel(block_h, dim):
+                for i, d in machine.parallel(tall, dim):
                     if i < heads and d < head_dim:
-                        Partial[slot, head + i, d] = acc_o[i, d]
-                for i in machine.parallel(block_h):
+                        Partial[slot, head + i, d] = out_o[i, d]
+                for i in machine.parallel(tall):
                     if i < heads:
-                        Partial_lse[slot, head + i] = logsum[i]
+                        Partial_lse[slot, head + i] = out_sum[i]
 
     return split
 
@@ -333,17 +384,21 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
 @cache
 def compiled_split(machine: str, heads_q: int, heads_kv: int, head_dim: int, dtype: str, tile: Tile) -> Any:
     """The compiled split kernel; lengths, batch size and strides are run-time values."""
-    return _compile(
-        MACHINES[machine],
-        split_kernel(MACHINES[machine], heads_q, heads_kv, head_dim, dtype, **asdict(tile)),
-    )
+    target = MACHINES[machine]
+    kernel = split_kernel(target, heads_q, heads_kv, head_dim, dtype, **asdict(tile))
+    return _compile(target, kernel, pass_configs(target, tile))
 
 
 @cache
 def compiled_combine(machine: str, heads_q: int, head_dim: int, dtype: str) -> Any:
     """The compiled combine kernel."""
     kernel = combine_kernel(MACHINES[machine], heads_q, head_dim, dtype, BLOCK_S, combine_threads(head_dim))
-    return _compile(MACHINES[machine], kernel)
+    return _compile(MACHINES[machine], kernel, {})
+
+
+def pass_configs(machine: Machine, tile: Tile) -> dict[str, bool]:
+    """What the split kernel asks of TileLang's passes: four warps share the operands of a ``wgmma``, parts do not."""
+    return {"tl.disable_wgmma": True} if machine.parts(tile.block_h, tile.threads) > 1 else {}
 
 
 def compiled_variants() -> int:
@@ -351,12 +406,12 @@ def compiled_variants() -> int:
     return compiled_split.cache_info().currsize + compiled_combine.cache_info().currsize
 
 
-def _compile(machine: Machine, kernel: Any) -> Any:
+def _compile(machine: Machine, kernel: Any, configs: Mapping[str, bool]) -> Any:
     if machine.target == "c":
         # Vectorised float16 code does not compile as C++.
-        configs = {"tirx.disable_vectorize": True}
+        configs = {**configs, "tirx.disable_vectorize": True}
         return tilelang.compile(kernel, target="c", execution_backend="cython", pass_configs=configs)
-    return tilelang.compile(kernel, target="cuda")
+    return tilelang.compile(kernel, target="cuda", pass_configs=dict(configs))
 
 
 def combine(partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: Tensor) -> None:

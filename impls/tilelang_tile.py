@@ -19,8 +19,8 @@ TILE_TUNING: Mapping[str, Scalar] = {"block_n": None, "block_h": None, "num_stag
 SPACE: Space = (
     # What the official example is tuned over: 64 rows, `wgmma`.
     {"block_h": (64,), "block_n": (64, 128), "num_stages": (1, 2, 3)},
-    # The group's own rows, `mma.sync`.
-    {"block_n": (32, 64, 128), "num_stages": (2, 3, 4)},
+    # The group's own rows, `mma.sync`; four parts of 32 keys would have less than the 16 that one takes.
+    {"block_n": (64, 128), "num_stages": (2, 3, 4)},
     {"block_n": (64,), "num_stages": (3,), "threads": (64, 256)},
 )
 """The tiles that a tuner tries; the official example's are in ``get_configs`` of ``example_gqa_decode.py``."""
@@ -62,10 +62,8 @@ def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, S
 def tile_bytes(machine: Machine, problem: DecodeProblem, tile: Tile) -> int:
     """Bytes of shared memory that the split kernel of a CUDA machine takes, known without compiling it."""
     row_bytes = machine.padded(problem.head_dim) * problem.element_bytes
-    need = (2 * tile.num_stages * tile.block_n + tile.block_h) * row_bytes
-    if tile.block_h < 16 * (tile.threads // 32):  # P, and one float a thread for its reductions
-        need += tile.block_h * tile.block_n * problem.element_bytes + 4 * tile.threads
-    return need
+    rows = machine.parts(tile.block_h, tile.threads) * tile.block_h
+    return (2 * tile.num_stages * tile.block_n + rows) * row_bytes
 
 
 def combine_threads(head_dim: int) -> int:
