@@ -325,7 +325,8 @@ class EventsLap:
             self._last = self._plan.run(self._inputs, self._output)
             end.record()
         torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in zip(starts, ends, strict=True))
+        milliseconds: list[float] = [start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)]
+        return statistics.median(milliseconds)
 
 
 class KernelsTimer(GraphTimer):

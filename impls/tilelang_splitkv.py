@@ -397,7 +397,7 @@ def compiled_combine(machine: str, heads_q: int, head_dim: int, dtype: str) -> A
 
 
 def pass_configs(machine: Machine, tile: Tile) -> dict[str, bool]:
-    """What the split kernel asks of TileLang's passes: four warps share the operands of a ``wgmma``, parts do not."""
+    """What the split kernel asks of TileLang's passes: the warps of a ``wgmma`` share its operands, parts do not."""
     return {"tl.disable_wgmma": True} if machine.parts(tile.block_h, tile.threads) > 1 else {}
 
 
