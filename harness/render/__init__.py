@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.record import IMPOSTORS_FILE, SELFTEST_FILE
+from harness.render.helper import helping
 
 if TYPE_CHECKING:
     from harness.render.frame import Comparison
@@ -48,15 +49,19 @@ def _write_report(folders: Sequence[Path]) -> tuple[Path, Comparison | None]:
 
         return write_check_report(folders[0]), None
 
-    # pandas, matplotlib and seaborn take a second to import: only a render pays for them.
-    from harness.render.checks import deep_check
-    from harness.render.figures import draw_all
-    from harness.render.frame import load
-    from harness.render.markdown import write_report
-    from harness.render.tuning import tuning_section
+    with helping(folders) as helper:
+        # pandas, matplotlib and seaborn take a second to import: only a render pays for them.
+        from harness.render.checks import deep_check
+        from harness.render.figures import FIGURES, draw_all
+        from harness.render.frame import load
+        from harness.render.markdown import context, write_report
+        from harness.render.tuning import tuning_section
 
-    comparison = load(folders)
-    target = folders[0] if len(folders) == 1 else folders[0].parent / "+".join(comparison.folders)
-    drawn = draw_all(comparison, target / "figures")
-    more = {"deep": deep_check(target), "tuned": tuning_section(target)}
-    return write_report(comparison, drawn, target, **more), comparison
+        comparison = load(folders)
+        target = folders[0] if len(folders) == 1 else folders[0].parent / "+".join(comparison.folders)
+        figures = target / "figures"
+        figures.mkdir(parents=True, exist_ok=True)
+        helper.begin(comparison, figures, FIGURES)
+        said = context(comparison, target) | {"deep": deep_check(target), "tuned": tuning_section(target)}
+        drawn = draw_all(comparison, figures, helper)
+    return write_report(comparison, said, drawn, target), comparison

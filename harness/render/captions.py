@@ -228,13 +228,14 @@ def _error_reading(comparison: Comparison) -> str:
 def _skew(comparison: Comparison) -> str:
     rows = with_share(comparison)
     share = rows.set_index(["case", "label"])["share"].to_dict()
+    pairs = pairs_of(comparison)
     losses = [
-        max(pairs, key=lambda loss: loss[0])  # what each loses on its own worst pair
+        max(mine, key=lambda loss: loss[0])  # what each loses on its own worst pair
         for label in comparison.shown
         if (
-            pairs := [
+            mine := [
                 (share[pair.even, label] / share[pair.uneven, label], label, pair)
-                for pair in pairs_of(comparison)
+                for pair in pairs
                 if (pair.even, label) in share and (pair.uneven, label) in share
             ]
         )

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from harness.render import plots_detail, plots_speed
 from harness.render.frame import Comparison
+from harness.render.helper import Helper
 from harness.render.looks import RC, cases_shown, save
 
 FIGURES: Mapping[str, Callable[[Comparison], Figure | None]] = {
@@ -40,28 +41,36 @@ class Drawn:
     left_out: int
 
 
-def draw_all(comparison: Comparison, folder: Path) -> dict[str, Drawn]:
+def draw_all(comparison: Comparison, folder: Path, helper: Helper) -> dict[str, Drawn]:
     """Draw every figure that the comparison has data for, and save each as PNG and SVG.
 
     Args:
         comparison: what to draw.
-        folder: where; made where it is missing. Files of figures that are not drawn are removed.
+        folder: where. Files of figures that are not drawn are removed.
+        helper: what has begun on :data:`FIGURES`, with the same comparison and folder.
 
     Returns:
         Name -> the saved figure, in the order of a report.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = {}
+    found: dict[str, Drawn | None] = {}
+    while (name := helper.next()) is not None:
+        found[name] = draw(comparison, name, folder)
+    found |= helper.finish()
+    # What the helper gave up on is drawn here.
+    drawn = {name: found[name] if name in found else draw(comparison, name, folder) for name in FIGURES}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def draw(comparison: Comparison, name: str, folder: Path) -> Drawn | None:
+    """Draw one figure and save it as PNG and SVG; None, and no files, where there is nothing to draw."""
+    png, svg = folder / f"{name}.png", folder / f"{name}.svg"
+    # From matplotlib's own defaults: a reader's matplotlibrc must not change the bytes.
+    with mpl_style.context(["default", RC]):
+        figure = FIGURES[name](comparison)
+        if figure is None:
+            png.unlink(missing_ok=True)
+            svg.unlink(missing_ok=True)
+            return None
+        save(figure, png, svg)
     left_out = len(comparison.cases) - len(cases_shown(comparison))
-    for name, make in FIGURES.items():
-        png, svg = folder / f"{name}.png", folder / f"{name}.svg"
-        # From matplotlib's own defaults: a reader's matplotlibrc must not change the bytes.
-        with mpl_style.context(["default", RC]):
-            figure = make(comparison)
-            if figure is None:
-                png.unlink(missing_ok=True)
-                svg.unlink(missing_ok=True)
-                continue
-            save(figure, png, svg)
-        drawn[name] = Drawn(name, png, svg, left_out if name in BY_CASE else 0)
-    return drawn
+    return Drawn(name, png, svg, left_out if name in BY_CASE else 0)

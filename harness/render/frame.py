@@ -6,10 +6,11 @@ Ratios are formed inside one run, case, method and cache state, and nowhere else
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -196,10 +197,14 @@ class Comparison:
 
 def each(rows: pd.DataFrame) -> Iterable[Any]:
     """The rows one by one, a column an attribute."""
-    names = list(rows.columns)
+    names = tuple(rows.columns)
+    return map(_row_class(names)._make, zip(*(rows[name].tolist() for name in names), strict=True))
+
+
+@cache
+def _row_class(names: tuple[str, ...]) -> Any:
     # pandas' own itertuples makes a class each time, which takes longer than the rows of a case.
-    for values in zip(*(rows[name].tolist() for name in names), strict=True):
-        yield SimpleNamespace(**dict(zip(names, values, strict=True)))
+    return namedtuple("_Row", names)
 
 
 def impl_of(label: str) -> str:

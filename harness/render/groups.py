@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import pandas as pd
 
 from harness.render.frame import Comparison, each
@@ -108,20 +107,32 @@ def uneven_cases(comparison: Comparison) -> list[str]:
 
 def pairs_of(comparison: Comparison) -> list[Pair]:
     """Each uneven batch with the nearest uniform one of its shape, where there is one of about its bytes."""
-    rows = with_share(comparison).drop_duplicates("case")
-    even = _even(rows)
+    cases = with_share(comparison).drop_duplicates("case")[
+        ["case", "batch", "kv_bytes", "max_kv", "total_kv", *_SHAPE]
+    ]
+    even: dict[tuple[Any, ...], list[Any]] = {}
+    for row in each(_even(cases)):
+        even.setdefault(_shape(row), []).append(row)
+    of_case = {row.case: row for row in each(cases)}
     pairs = []
     for case in uneven_cases(comparison):
-        mine = rows[rows["case"] == case].iloc[0]
-        alike = even[(even[list(_SHAPE)] == mine[list(_SHAPE)]).all(axis=1)]
-        far = (alike["kv_bytes"] / mine["kv_bytes"]).map(math.log).abs()
-        near = alike[far <= math.log(ABOUT_EQUAL)]
-        if len(near):
+        mine = of_case[case]
+        alike = [(_apart(row.kv_bytes, mine.kv_bytes), row) for row in even.get(_shape(mine), ())]
+        near = [(far, row) for far, row in alike if far <= math.log(ABOUT_EQUAL)]
+        if near:
             # Of several of the same bytes, the one of the most similar number of sequences.
-            batches = (near["batch"] / mine["batch"]).map(math.log).abs()
-            order = np.lexsort((batches.to_numpy(), far[near.index].round(6).to_numpy()))
-            pairs.append(Pair(case, str(near.iloc[order[0]]["case"])))
+            _, row = min(near, key=lambda found: (round(found[0], 6), _apart(found[1].batch, mine.batch)))
+            pairs.append(Pair(case, row.case))
     return pairs
+
+
+def _shape(row: Any) -> tuple[Any, ...]:
+    return tuple(getattr(row, column) for column in _SHAPE)
+
+
+def _apart(size: float, other: float) -> float:
+    """How far two sizes above 0 lie apart, on a log scale."""
+    return abs(math.log(size / other))
 
 
 def curves_of(comparison: Comparison) -> list[Curve]:

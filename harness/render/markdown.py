@@ -35,31 +35,26 @@ CACHES: Mapping[str, str] = {
 }
 
 
-def write_report(
-    comparison: Comparison,
-    drawn: Mapping[str, Drawn],
-    folder: Path,
-    *,
-    deep: Mapping[str, Any] | None = None,
-    tuned: Mapping[str, Any] | None = None,
-) -> Path:
+def write_report(comparison: Comparison, said: Mapping[str, Any], drawn: Mapping[str, Drawn], folder: Path) -> Path:
     """Write the report's ``README.md`` into ``folder`` and return its path.
 
-    ``deep`` is what :func:`harness.render.checks.deep_check` has to say, if anything, and ``tuned`` what
-    :func:`harness.render.tuning.tuning_section` has.
+    ``said`` is :func:`context`, with what :func:`harness.render.checks.deep_check` has to say, if anything, as
+    ``deep``, and what :func:`harness.render.tuning.tuning_section` has as ``tuned``.
     """
-    return fill("report.md.j2", {**context(comparison, drawn, folder), "deep": deep, "tuned": tuned}, folder)
+    figures = {
+        "figures": {name: _picture(comparison, drawn.get(name)) for name in FIGURES},
+        "absent": {name: _absent(comparison, name) for name in FIGURES if name not in drawn},
+    }
+    return fill("report.md.j2", {**said, **figures}, folder)
 
 
-def context(comparison: Comparison, drawn: Mapping[str, Drawn], folder: Path) -> dict[str, Any]:
-    """What the template fills in."""
+def context(comparison: Comparison, folder: Path) -> dict[str, Any]:
+    """What the template fills in, but for the figures."""
     notes, marks = _notes(comparison)
     return {
         "title": f"{escape(comparison.name)}: split-KV decode attention compared",
         "headline": headline(comparison),
         "environment_line": _environment_line(comparison),
-        "figures": {name: _picture(comparison, drawn.get(name)) for name in FIGURES},
-        "absent": {name: _absent(comparison, name) for name in FIGURES if name not in drawn},
         "decisions": tables.decisions(comparison),
         "summary": tables.summary(comparison),
         "summary_note": _summary_note(comparison),

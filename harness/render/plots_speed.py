@@ -128,9 +128,8 @@ def draw_matrix(comparison: Comparison, ax: Axes, cases: Sequence[str], look: An
         look: a row of the frame -> the cell's colour, and what :meth:`Axes.text` takes to write in it.
     """
     series = comparison.shown
-    for row in each(comparison.impls):
-        if row.case not in cases or row.label not in series:
-            continue
+    rows = comparison.impls
+    for row in each(rows[rows["case"].isin(cases) & rows["label"].isin(series)]):
         i, j = cases.index(row.case), series.index(row.label)
         colour, text = look(row)
         url = looks.url_of(row.anchor)
