@@ -56,10 +56,12 @@ class SplitTable:
 
     @property
     def items(self) -> Int32Array:
-        """``[splits, 4]`` int32, one 16-byte row a split, longest first.
+        """``[splits, 4]`` int32, one 16-byte row a split, longest first to within one key.
 
         ``(sequence, first row in packed K and V, keys, slot)``; the slot is :data:`DIRECT` where the split is
-        its sequence's only one.
+        its sequence's only one. The splits of a sequence are neighbours, in key order; sequences follow one
+        another by their longest split. So where all have ``S`` splits, every ``S`` rows are one sequence, which
+        the CTAs of one cluster can take.
         """
         return self.rows[: self.splits]
 
@@ -190,7 +192,7 @@ def plan_splits(kv_lens: Lengths, *, tiles_per_split: int, ctas: int, min_keys: 
 
 
 def make_table(kv_lens: Lengths, counts: npt.ArrayLike) -> SplitTable:
-    """Cut every sequence into its number of splits and order the splits, longest first.
+    """Cut every sequence into its number of splits; the sequence with the longest split comes first.
 
     Args:
         kv_lens: keys of each sequence.
@@ -229,7 +231,7 @@ def _table(lens: Int64Array, counts: Int64Array) -> SplitTable:
     start = np.empty(splits + 1, dtype=np.int64)  # of each split in packed K and V: where the one before it ends
     start[:-1] = lens.take(sequence) * split // count + first_row.take(sequence)
     start[-1] = row_end[-1]
-    minus_keys = start[:-1] - start[1:]
+    minus_longest = -lens // counts  # of each sequence: minus the keys of its longest split
     splits_merged = counts.take(merged)
     last_slot = np.add.accumulate(splits_merged)
     slots = last_slot.item(-1)
@@ -237,11 +239,12 @@ def _table(lens: Int64Array, counts: Int64Array) -> SplitTable:
     unordered = np.empty((splits, 4), dtype=np.int32)
     unordered[:, 0] = sequence
     unordered[:, 1] = start[:-1]
-    unordered[:, 2] = -minus_keys
+    unordered[:, 2] = start[1:] - start[:-1]
     unordered[:, 3] = DIRECT
     unordered[count > 1, 3] = np.arange(slots)
     rows = np.empty((splits + len(merged), 4), dtype=np.int32)
-    unordered.take(minus_keys.argsort(kind="stable"), axis=0, out=rows[:splits], mode="clip")
+    # Stable: the splits of a sequence, all with one key to sort by, stay together and in order.
+    unordered.take(minus_longest.take(sequence).argsort(kind="stable"), axis=0, out=rows[:splits], mode="clip")
     merges = rows[splits:]
     merges[:, 0] = merged
     merges[:, 1] = last_slot - splits_merged

@@ -1,4 +1,4 @@
-"""Split counts and tables: every key once, bounded counts, longest first. Properties, over any lengths."""
+"""Split counts and tables: every key once, bounded counts, longest split first. Properties, over any lengths."""
 
 from __future__ import annotations
 
@@ -62,8 +62,20 @@ def test_splits_of_a_sequence_differ_by_one_key_at_most(made: tuple[list[int], l
 
 @given(tables())
 def test_the_longest_split_comes_first(made: tuple[list[int], list[int], SplitTable]) -> None:
+    """To within the one key by which the splits of a sequence may differ."""
     table = made[2]
-    assert (np.diff(table.items[:, 2]) <= 0).all()
+    keys = table.items[:, 2]
+    assert (keys <= np.minimum.accumulate(keys) + 1).all()
+
+
+@given(tables())
+def test_a_sequences_splits_are_neighbours_in_key_order(made: tuple[list[int], list[int], SplitTable]) -> None:
+    """And of the sequences the one with the longest split comes first, of equal ones the first of the batch."""
+    lens, counts, table = made
+    order = sorted(range(len(lens)), key=lambda b: lens[b] // -counts[b])
+    assert table.items[:, 0].tolist() == [b for b in order for _ in range(counts[b])]
+    same = table.items[1:, 0] == table.items[:-1, 0]
+    assert (np.diff(table.items[:, 1])[same] > 0).all()
 
 
 @given(tables())
@@ -104,7 +116,7 @@ def test_a_row_is_sixteen_bytes() -> None:
     table = make_table([5, 0], equal_counts([5, 0], 2))
     assert table.items.strides == (16, 4)
     assert table.merges.strides == (16, 4)
-    assert table.items.tolist() == [[0, 2, 3, 1], [0, 0, 2, 0], [1, 5, 0, DIRECT]]
+    assert table.items.tolist() == [[0, 0, 2, 0], [0, 2, 3, 1], [1, 5, 0, DIRECT]]
     assert table.merges.tolist() == [[0, 0, 2, 0]]
 
 
