@@ -6,6 +6,7 @@ about 30 µs of host time, longer than a small batch keeps an H200 busy.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -58,7 +59,9 @@ class Launch:
     def __call__(self, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
         """Launch on the current stream of the current device."""
         if not tensors[0].is_cuda:
-            with np.errstate(invalid="ignore"):  # a GPU computes with NaN and infinities without a word
+            # A GPU computes with NaN and infinities without a word; numpy has two kinds of them.
+            with np.errstate(invalid="ignore"), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
                 self._jit(*tensors, *numbers, *self._scalars, **self._named)
             return
         key = (torch.cuda.current_device(), numbers, *[(t.data_ptr() % 16, t.dtype) for t in tensors])

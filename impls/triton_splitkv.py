@@ -9,7 +9,9 @@ weights ``exp(lse_s - lse)``. Without merges there is no second launch.
 
 Tiling. Decode is bound by reading K and V, so the tile is chosen for bytes in flight, not for the tensor
 cores: from head dim 128 up, the buffers of K and V fill over half of an SM's shared memory, one CTA an SM;
-short work gets half of that, so that several CTAs hide each other's start and end (:func:`choose_tile`).
+short work gets half of that, so that several CTAs hide each other's start and end (:func:`choose_tile`). Up to
+head dim 64 each warp takes a part of every tile's keys, with a running maximum, sum and output of its own, and the
+parts are merged at the end (:func:`parts`).
 
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
 fills the SMs, or a few where lengths differ (:func:`impls.splits.balanced_counts`); an integer gives every
@@ -19,9 +21,12 @@ Differences from TileLang's official GQA decode example (``example_gqa_decode.py
 ragged instead of padded to one length with a mask tensor; splits follow the table instead of one count for
 all; partials and LSE are float32 instead of the input's dtype; a split that is alone skips the workspace;
 the LSE is returned. Differences from ``impls/tilelang_splitkv.py``: the algorithm, the split tables and the
-workspace layouts are the same; here the compiler pipelines the loads (cp.async on sm_80 and sm_90, no TMA)
-and lays out the tiles, and on a machine without CUDA the very same kernels run in Triton's interpreter, with
-the operands of both products converted to float32 (its bfloat16 products are wrong, its float16 ones slow).
+workspace layouts are the same. Here the compiler pipelines the loads (cp.async on sm_80 and sm_90, no TMA) and
+lays out the tiles. Above head dim 64 the warps share the keys of a tile out for the scores and the head dim for
+the output, because the parts of wider heads cost more to merge than they save. Splits are always merged by the
+combine kernel, for Triton has no way into another CTA's shared memory. On a machine without CUDA the very same
+kernels run in Triton's interpreter, with the operands of both products converted to float32 (its bfloat16
+products are wrong, its float16 ones slow).
 """
 
 from __future__ import annotations
@@ -49,6 +54,7 @@ from impls.triton_tile import (
     choose_tile,
     combine_warps,
     is_short,
+    parts,
     shared_memory,
     sm_count,
     tile_bytes,
@@ -86,6 +92,16 @@ def _cast(x, DTYPE: tl.constexpr):
     return x.to(DTYPE)
 
 
+@triton.jit
+def _over_parts(x):
+    """[4, BLOCK_H, BLOCK_D] summed over the first axis: two exchanges of all warps, where ``tl.sum`` would make one
+    for every element that a thread holds."""
+    x = tl.permute(x, (1, 2, 0))
+    a, b = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], 2, 2]))
+    a, b = tl.split(a + b)
+    return a + b
+
+
 @triton.jit(do_not_specialize=["heads_q", "group", "tiles", "head_tiles", "scale_log2"])
 def split_kernel(
     q_ptr,  # [B, Hq, D]
@@ -111,10 +127,13 @@ def split_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,  # of a tile's keys: 1, or 4, one a warp
     OPERAND: tl.constexpr,  # dtype of both products' operands
-    PDL: tl.constexpr,  # programmatic dependent launch of the combine kernel
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Attention of one head tile over one split."""
+    if PDL:  # this kernel may have been put in place while the one before it, whose results it reads, still ran
+        tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0)
     item_ptr = items_ptr + pid // tiles * 4
     sequence = tl.load(item_ptr)
@@ -136,31 +155,46 @@ def split_kernel(
     # Row and head offsets are int64: a packed K of 2**31 elements and more is only 4 GiB.
     q_ptrs = q_ptr + sequence.to(tl.int64) * stride_qb + offs_h[:, None].to(tl.int64) * stride_qh + offs_d[None, :]
     q = tl.load(q_ptrs, mask=mask_hd, other=0.0).to(OPERAND)  # [BLOCK_H, BLOCK_D]
-    k_ptrs = k_ptr + first_row * stride_kn + head_kv * stride_kh
-    k_ptrs = k_ptrs + offs_n[:, None].to(tl.int64) * stride_kn + offs_d[None, :]
-    v_ptrs = v_ptr + first_row * stride_vn + head_kv * stride_vh
-    v_ptrs = v_ptrs + offs_n[:, None].to(tl.int64) * stride_vn + offs_d[None, :]
-
     m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    if PARTS > 1:  # one axis more in front of all: no warp waits for another inside of a tile
+        offs_n = tl.reshape(offs_n, [PARTS, BLOCK_N // PARTS])
+        q = tl.broadcast_to(q[None], [PARTS, BLOCK_H, BLOCK_D])
+        m_i = tl.broadcast_to(m_i[None], [PARTS, BLOCK_H])
+        l_i = tl.broadcast_to(l_i[None], [PARTS, BLOCK_H])
+        acc = tl.broadcast_to(acc[None], [PARTS, BLOCK_H, BLOCK_D])
+    KEYS: tl.constexpr = 1 if PARTS == 1 else 2  # the axis of scores along which keys lie
+    k_ptrs = k_ptr + first_row * stride_kn + head_kv * stride_kh
+    k_ptrs = k_ptrs + tl.expand_dims(offs_n, -1).to(tl.int64) * stride_kn + offs_d
+    v_ptrs = v_ptr + first_row * stride_vn + head_kv * stride_vh
+    v_ptrs = v_ptrs + tl.expand_dims(offs_n, -1).to(tl.int64) * stride_vn + offs_d
+
     for start in range(0, keys, BLOCK_N):
         # Rows past the split are not read: what lies there may be NaN, and 0 x NaN would survive in V.
         mask_n = offs_n < keys - start
-        mask_nd = mask_n[:, None] & mask_d[None, :]
+        mask_nd = tl.expand_dims(mask_n, -1) & mask_d
         k = tl.load(k_ptrs, mask=mask_nd, other=0.0).to(OPERAND)  # [BLOCK_N, BLOCK_D]
         v = tl.load(v_ptrs, mask=mask_nd, other=0.0).to(OPERAND)  # [BLOCK_N, BLOCK_D]
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_H, BLOCK_N]
-        s = tl.where(mask_n[None, :], s * scale_log2, float("-inf"))
-        # Every tile holds a key, so m_new is finite from the first tile on and needs no sentinel.
-        m_new = tl.maximum(m_i, tl.max(s, 1))
-        alpha = tl.exp2(m_i - m_new)
-        p = tl.exp2(s - m_new[:, None])
-        l_i = l_i * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(OPERAND), v, acc * alpha[:, None], input_precision="ieee")
+        s = tl.where(tl.expand_dims(mask_n, -2), s * scale_log2, float("-inf"))
+        # A part may be without keys so far: then its maximum is -inf, and the reference point is 0.
+        m_new = tl.maximum(m_i, tl.max(s, KEYS))
+        m_ref = tl.where(m_new > float("-inf"), m_new, 0.0)
+        alpha = tl.exp2(m_i - m_ref)
+        p = tl.exp2(s - tl.expand_dims(m_ref, -1))
+        l_i = l_i * alpha + tl.sum(p, KEYS)
+        acc = tl.dot(p.to(OPERAND), v, acc * tl.expand_dims(alpha, -1), input_precision="ieee")
         m_i = m_new
         k_ptrs += BLOCK_N * stride_kn
         v_ptrs += BLOCK_N * stride_vn
+
+    if PARTS > 1:
+        m_part = m_i
+        m_i = tl.max(m_part, 0)
+        weight = tl.exp2(m_part - tl.where(m_i > float("-inf"), m_i, 0.0)[None])
+        l_i = tl.sum(l_i * weight, 0)
+        acc = _over_parts(acc * tl.expand_dims(weight, -1))
 
     # Without keys the sum is 0 and the maximum -inf: output 0, LSE -inf.
     l_safe = tl.where(l_i > 0, l_i, 1.0)
@@ -287,10 +321,13 @@ class TritonPlan(SplitKVPlan):
             "BLOCK_D": block_d(problem.head_dim),
             "BLOCK_H": tile.block_h,
             "BLOCK_N": tile.block_n,
+            "PARTS": parts(problem, tile),
             "OPERAND": getattr(tl, compute_dtype),
             "PDL": has_pdl(device),
         }
         options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}
+        if has_pdl(device):
+            options["launch_pdl"] = True
         self._split = Launch(split_kernel, len(self._items) * tiles, scalars, constants, options)
         self._combine = combine_launch(len(self._merges), problem.heads_q, problem.head_dim, device)
         self.config = {

@@ -86,13 +86,25 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
     )
 
 
+def parts(problem: DecodeProblem, tile: Tile) -> int:
+    """Into how many parts a tile's keys are shared out: 4, one a warp, each with an accumulator of its own, or 1.
+
+    Merging the parts at the end costs about 1 µs at head dim 128, more than the warps' waiting for each other; it
+    pays up to head dim 64 (measured: ``reports/NOTES.md``).
+    """
+    fits = tile.num_warps == 4 and tile.block_h == 16 and tile.block_n >= 64
+    return 4 if fits and block_d(problem.head_dim) <= 64 and problem.dtype != "float32" else 1
+
+
 def tile_bytes(problem: DecodeProblem, tile: Tile, *, wgmma: bool) -> int:
     """Bytes of shared memory that the compiled split kernel takes, known without compiling it.
 
     The compiler keeps K and V in ``num_stages`` buffers for a wgmma (sm_90, 64 rows), in one fewer for other
-    products. Q goes through shared memory too, and P but for a wgmma.
+    products. Q goes through shared memory too, and P but for a wgmma; with parts, neither does beside K and V.
     """
     buffers = tile.num_stages if wgmma else max(1, tile.num_stages - 1)
+    if parts(problem, tile) > 1:
+        return 2 * buffers * tile.block_n * block_d(problem.head_dim) * problem.element_bytes
     need = (2 * buffers * tile.block_n + tile.block_h) * block_d(problem.head_dim) * problem.element_bytes
     return need if wgmma else need + tile.block_h * tile.block_n * problem.element_bytes
 

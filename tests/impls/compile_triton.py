@@ -74,11 +74,13 @@ def compile_kernel(kernel: JITFunction, dtype: str, constants: dict[str, Any], *
 
 
 def compile_split(head_dim: int, dtype: str, tile: Tile) -> dict[str, int]:
+    problem = DecodeProblem(kv_lens=(), heads_q=1, heads_kv=1, head_dim=head_dim, dtype=dtype)
     constants = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d(head_dim),
         "BLOCK_H": tile.block_h,
         "BLOCK_N": tile.block_n,
+        "PARTS": triton_tile.parts(problem, tile),
         "OPERAND": getattr(tl, dtype),
         "PDL": True,
     }
@@ -131,7 +133,16 @@ def variants() -> dict[str, int]:
 def space() -> dict[str, list[int]]:
     """Bytes of shared memory, predicted and allotted, by tile."""
     out = {}
-    for head_dim, *shape in ((128, 128, 16, 4, 4), (64, 64, 16, 2, 8), (128, 64, 64, 2, 4), (96, 32, 32, 3, 4)):
+    for head_dim, *shape in (
+        (128, 128, 16, 4, 4),
+        (64, 64, 16, 2, 8),
+        (64, 64, 16, 2, 4),
+        (64, 64, 16, 3, 4),
+        (64, 128, 16, 2, 4),
+        (64, 128, 16, 3, 4),
+        (128, 64, 64, 2, 4),
+        (96, 32, 32, 3, 4),
+    ):
         problem = DecodeProblem(kv_lens=(), heads_q=8, heads_kv=8, head_dim=head_dim)
         tile = Tile(*shape)
         predicted = triton_tile.tile_bytes(problem, tile, wgmma=tile.block_h >= 64)
@@ -178,7 +189,8 @@ def launches() -> dict[str, int]:
 
     split_kernel.run = run
     torch.cuda.current_device = lambda: 0
-    constants = {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_H": 16, "BLOCK_N": 64, "OPERAND": tl.float16, "PDL": True}
+    constants = {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_H": 16, "BLOCK_N": 64, "PARTS": 4}
+    constants |= {"OPERAND": tl.float16, "PDL": True}
     launch = Launch(split_kernel, 8, (8, 4, 2, 1, 0.1), constants, {"num_warps": 4})
     draw = random.Random(1)
     for _ in range(2000):
