@@ -55,7 +55,8 @@ class Tunable(Protocol):
     def configurations(self, problem: DecodeProblem, device: torch.device) -> Sequence[Configuration]:
         """All of the space, the implementation's own choice (an empty tuning) first.
 
-        What is compiled for a tile does not depend on the problem's lengths or on the splits.
+        What is compiled for a tile does not depend on the problem's lengths or on the splits, but for the kernels
+        of TileLang's clusters: one for each cluster size that occurs, compiled by whoever plans it first.
         """
         ...
 

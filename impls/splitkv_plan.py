@@ -6,7 +6,7 @@ Those are decided and allocated here; a kernel file adds its tile and its launch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from impls.contract import DecodeInputs, DecodeOutput, PlanRefused, Scalar, empt
 from impls.problem import DecodeProblem
 from impls.splits import (
     Int32Array,
+    Int64Array,
     SplitTable,
     as_array,
     equal_counts,
@@ -91,6 +92,8 @@ class SplitKVPlan:
         sm_count: SMs of the device, or what stands in for them.
         tiles_per_split: CTAs that one split launches: KV heads times head tiles.
         min_keys: ``auto`` plans no split shorter than this.
+        choose_cluster: from the splits of each sequence, ``[B]``, how many CTAs merge theirs by themselves, as one
+            cluster; with more than 1 there are no partials and no merges. None where a kernel cannot do that.
 
     Raises:
         PlanRefused: if the workspace would exceed ``workspace_budget_bytes``.
@@ -108,11 +111,14 @@ class SplitKVPlan:
         sm_count: int,
         tiles_per_split: int,
         min_keys: int,
+        choose_cluster: Callable[[Int64Array], int] | None = None,
     ) -> None:
         table = choose_splits(
             problem, choice, sm_count=sm_count, tiles_per_split=tiles_per_split, min_keys=min_keys
         )
-        workspace_bytes = table.workspace_bytes(problem.heads_q, problem.head_dim)
+        self._cluster = choose_cluster(table.counts) if choose_cluster else 1
+        partials = self._cluster == 1
+        workspace_bytes = table.workspace_bytes(problem.heads_q, problem.head_dim) if partials else 0
         budget = positive(choice, "workspace_budget_bytes")
         if workspace_bytes > budget:
             raise PlanRefused(
@@ -124,10 +130,10 @@ class SplitKVPlan:
         self._counts = table.counts
         rows = upload(table.rows, device)
         self._items = rows[: table.splits]  # [splits, 4]
-        self._merges = rows[table.splits :]  # [merged sequences, 4]
-        partials = (table.slots, problem.heads_q)
-        self._partial = torch.empty((*partials, problem.head_dim), dtype=torch.float32, device=device)
-        self._partial_lse = torch.empty(partials, dtype=torch.float32, device=device)
+        self._merges = rows[table.splits :] if partials else rows[:0]  # [merged sequences, 4]
+        shape = (table.slots if partials else 0, problem.heads_q)
+        self._partial = torch.empty((*shape, problem.head_dim), dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(shape, dtype=torch.float32, device=device)
         self._split_config: Mapping[str, Scalar] = {
             "num_splits": choice["num_splits"],
             "splits_max": table.splits_max,
@@ -149,7 +155,7 @@ class SplitKVPlan:
         return self._partial, self._partial_lse
 
     def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
-        """Launch the split kernel and, where a sequence has several splits, the combine kernel."""
+        """Launch the split kernel and, where partials are left to merge, the combine kernel."""
         out = out or self.new_output()
         assert out.lse is not None, "out.lse: expected a tensor, as new_output() makes it, got None"
         if not self._total_kv:  # nothing to read: no kernel is needed to say so

@@ -11,11 +11,15 @@ ring buffer    ``[stages, rows, cols]``   ``[stages, rows, cols]``        ``[row
 ``skip``       nothing                    an empty group                  nothing
 ``wait``       mbarrier parity            ``cp.async.wait_group``         nothing
 ``release``    barrier among threads      barrier among threads           nothing
-``trigger``    lets the combine kernel    nothing                         nothing
+``trigger``    lets the next kernel       nothing                         nothing
                be scheduled (PDL)
-``depend``     waits for the split        nothing                         nothing
-               kernel's results (PDL)
+``depend``     waits for the results of   nothing                         nothing
+               earlier kernels (PDL)
+``clusters``   2, 4, 8, 16                none                            none
 =============  =========================  ==============================  =====================
+
+Hopper alone can merge splits inside of a thread block cluster; its hooks for that are those of
+:mod:`impls.tilelang_cluster`, and no other machine is ever asked for them.
 
 ``T.tma_copy`` and mbarriers exist for CUDA only, ``T.Parallel`` and fragments mean nothing to the C target,
 and its scalar GEMM wants two-dimensional operands: hence this file rather than one more branch in the body.
@@ -31,6 +35,14 @@ from tilelang.contrib.cc import get_cplus_compiler
 
 from impls.contract import DecodeInputs, InputError
 from impls.splits import check_offsets
+from impls.tilelang_cluster import (
+    CLUSTERS,
+    PRELUDE,
+    cluster_open,
+    cluster_push,
+    cluster_receive,
+    cluster_wait,
+)
 
 
 @T.macro
@@ -150,9 +162,14 @@ class Machine:
     zero: Any
     max_into: Any
     sum: Any
+    clusters: tuple[int, ...] = ()
+    cluster_open: Any
+    cluster_wait: Any
+    cluster_push: Any
+    cluster_receive: Any
 
-    def kernel(self, *grid: Any, threads: int) -> Any:
-        """The launch frame over a grid."""
+    def kernel(self, *grid: Any, threads: int, cluster: int = 1) -> Any:
+        """The launch frame over a grid, in clusters of CTAs where the machine has them."""
         raise NotImplementedError
 
     def packed(self, shape: list[Any], strides: list[Any], dtype: str) -> Any:
@@ -204,7 +221,7 @@ class Ampere(Machine):
     max_into = _cuda_max_into
     sum = _cuda_sum
 
-    def kernel(self, *grid: Any, threads: int) -> Any:
+    def kernel(self, *grid: Any, threads: int, cluster: int = 1) -> Any:
         """A grid of CTAs of ``threads`` threads."""
         return T.Kernel(*grid, threads=threads)
 
@@ -244,6 +261,17 @@ class Hopper(Ampere):
     wait = _hopper_wait
     trigger = _hopper_trigger
     depend = _hopper_depend
+    clusters = CLUSTERS
+    cluster_open = cluster_open
+    cluster_wait = cluster_wait
+    cluster_push = cluster_push
+    cluster_receive = cluster_receive
+
+    def kernel(self, *grid: Any, threads: int, cluster: int = 1) -> Any:
+        """A grid of CTAs of ``threads`` threads, ``cluster`` neighbours of the first axis in a cluster."""
+        if cluster == 1:
+            return T.Kernel(*grid, threads=threads)
+        return T.Kernel(*grid, threads=threads, cluster_dims=cluster, prelude=PRELUDE)
 
     def packed(self, shape: list[Any], strides: list[Any], dtype: str) -> Any:
         """Any row and head stride: they go into the tensor map."""
@@ -274,7 +302,7 @@ class Cpu(Machine):
     max_into = _cpu_max_into
     sum = _cpu_sum
 
-    def kernel(self, *grid: Any, threads: int) -> Any:
+    def kernel(self, *grid: Any, threads: int, cluster: int = 1) -> Any:
         """A loop nest; there are no threads."""
         return T.Kernel(*grid)
 

@@ -7,6 +7,10 @@ sequence's only split writes the output itself; otherwise each split writes a *n
 and its natural-log LSE, and the combine kernel merges a sequence's partials, all splits side by side, with
 weights ``exp(lse_s - lse)``. Without merges there is no second launch.
 
+Clusters. On sm_90a, where all sequences have the same number of splits and their clusters fit the device at once,
+the splits of a sequence are one thread block cluster and merge by themselves, through distributed shared memory
+(:mod:`impls.tilelang_cluster`): no workspace, and none of the 1.5 to 2 µs that the combine kernel costs.
+
 Tiling. K and V go through a ring of ``num_stages`` tiles in shared memory, filled ahead by TMA (sm_90a) or
 ``cp.async`` (sm_80) with no producer warp: the threads that have just finished a tile refill its stage. Every
 warp owns 16 rows of scores. Where the heads of a tile are fewer than that makes rows, the rows are the same
@@ -29,6 +33,8 @@ all; partials and LSE are float32 instead of the input's dtype; a split that is 
 LSE is returned; the ring is explicit instead of ``T.Pipelined`` with automatic warp specialisation. Differences
 from ``impls/triton_splitkv.py``: the algorithm, the split tables and the workspace layouts are the same; here
 the ring and its waits are written out, and the softmax denominator is summed across threads once, at the end.
+One difference is of algorithm: Triton has no way to reach distributed shared memory, so there all merges are the
+combine kernel's.
 """
 
 import logging
@@ -50,6 +56,7 @@ try:
     import tilelang
     import tilelang.language as T
 
+    from impls.tilelang_cluster import column_width
     from impls.tilelang_machines import (
         MACHINES,
         Machine,
@@ -58,7 +65,16 @@ try:
         compute_dtype,
         missing_compiler,
     )
-    from impls.tilelang_tile import SPACE, TILE_TUNING, Tile, choose_tile, combine_threads, tile_bytes
+    from impls.tilelang_tile import (
+        SPACE,
+        TILE_TUNING,
+        Tile,
+        choose_cluster,
+        choose_tile,
+        combine_threads,
+        head_rows,
+        tile_bytes,
+    )
 except Exception as error:  # its native libraries fail in more ways than ImportError
     raise ImplUnavailable(f"import tilelang: {type(error).__name__}: {error}") from error
 
@@ -93,8 +109,11 @@ def split_kernel(
     block_n: int,
     num_stages: int,
     threads: int,
+    cluster: int = 1,
 ):
     """The split kernel as a ``prim_func``: attention of one head tile over one split.
+
+    With ``cluster > 1`` every sequence has that many splits, and those of one head tile are a cluster.
 
     Args:
         machine: buffers, loops and ring of the target.
@@ -106,6 +125,7 @@ def split_kernel(
         block_n: keys per tile.
         num_stages: tiles in flight.
         threads: per CTA.
+        cluster: CTAs that merge their splits by themselves; 1, and each writes a partial for the combine kernel.
     """
     group = heads_q // heads_kv
     head_tiles = -(-group // block_h)
@@ -114,9 +134,10 @@ def split_kernel(
     parts = machine.parts(block_h, threads)
     rows = parts * block_h
     part_n = block_n // parts
-    tall = 1 << (min(group, block_h) - 1).bit_length()  # rows that hold the heads of a tile
+    tall = head_rows(group, block_h)
+    width = column_width(head_dim, cluster)
     policy = T.GemmWarpPolicy.FullRow
-    batch, total_kv, splits, slots = (T.dynamic(name) for name in ("batch", "total_kv", "splits", "slots"))
+    batch, total_kv, clusters, slots = (T.dynamic(name) for name in ("batch", "total_kv", "clusters", "slots"))
     k_row, k_head, v_row, v_head = (T.dynamic(name) for name in ("k_row", "k_head", "v_row", "v_head"))
 
     @T.prim_func
@@ -129,16 +150,18 @@ def split_kernel(
         Q: T.Tensor([batch, heads_q, head_dim], dtype),
         K: machine.packed([total_kv, heads_kv, head_dim], [k_row, k_head, 1], dtype),
         V: machine.packed([total_kv, heads_kv, head_dim], [v_row, v_head, 1], dtype),
-        Items: T.Tensor([splits, 4], "int32"),
+        Items: T.Tensor([clusters, cluster, 4], "int32"),
         Output: T.Tensor([batch, heads_q, head_dim], dtype),
         Lse: T.Tensor([batch, heads_q], accum),
         Partial: T.Tensor([slots, heads_q, head_dim], accum),
         Partial_lse: T.Tensor([slots, heads_q], accum),
     ):
-        # One axis: a grid's others end at 65535. The heads of a split are neighbours, for they share its rows.
-        with machine.kernel(splits * heads_kv * head_tiles, threads=threads) as pid:
-            bx = pid % (heads_kv * head_tiles)
-            by = pid // (heads_kv * head_tiles)
+        # One axis: a grid's others end at 65535. A cluster is the splits of a sequence, all for one head tile; then
+        # the heads of a split are neighbours, for they share its rows.
+        with machine.kernel(clusters * heads_kv * head_tiles * cluster, threads=threads, cluster=cluster) as pid:
+            rank = pid % cluster
+            bx = pid // cluster % (heads_kv * head_tiles)
+            by = pid // (cluster * heads_kv * head_tiles)
             Q_shared = machine.shared([rows, dim], dtype)
             K_ring = machine.ring(num_stages, block_n, dim, dtype)
             V_ring = machine.ring(num_stages, block_n, dim, dtype)
@@ -160,18 +183,29 @@ def split_kernel(
             full_k = machine.barriers(num_stages, threads)
             full_v = machine.barriers(num_stages, threads)
 
-            sequence = Items[by, 0]
-            row = Items[by, 1]
-            keys = Items[by, 2]
-            slot = Items[by, 3]
             head_kv = bx // head_tiles
             head = head_kv * group + bx % head_tiles * block_h
             heads = T.min(group - bx % head_tiles * block_h, block_h)
-            tiles = T.ceildiv(keys, block_n)
             own = machine.part(block_h, parts) * part_n
 
-            # The combine kernel may be put in place now: it waits by itself for this kernel's results.
+            if cluster > 1:
+                # Static shared memory: the others write here while this CTA still uses its ring, and dynamic
+                # buffers are laid over each other where their lives, as far as TileLang sees them, do not overlap.
+                received = T.alloc_shared([cluster, tall, width], accum, scope="shared")
+                stats = T.alloc_shared([cluster, tall, 2], accum, scope="shared")
+                arrived = T.alloc_shared([1], "uint64", scope="shared")
+                mine = T.max(T.min(head_dim - rank * width, width), 0)
+                machine.cluster_open(arrived, T.if_then_else(mine > 0, 4 * cluster * heads * (mine + 2), 0))
+            # Put in place while the kernel before was still running, which may write what is read from here on.
+            machine.depend()
+            # So may the next kernel be from now on: it waits by itself for this kernel's results.
             machine.trigger()
+
+            sequence = Items[by, rank, 0]
+            row = Items[by, rank, 1]
+            keys = Items[by, rank, 2]
+            slot = Items[by, rank, 3]
+            tiles = T.ceildiv(keys, block_n)
             # K and V are on their way before anything else is read.
             for t in T.serial(num_stages):
                 if t < tiles:
@@ -275,26 +309,68 @@ def split_kernel(
                     out_sum[i] += part_sum[p * block_h + i]
                 for i, d in machine.parallel(tall, dim):
                     out_o[i, d] += part_o[p * block_h + i, d]
-            for i, d in machine.parallel(tall, dim):
-                out_o[i, d] = T.if_then_else(out_sum[i] > 0, out_o[i, d] / out_sum[i], 0.0)
-            for i in machine.parallel(tall):
-                out_sum[i] = T.if_then_else(
-                    out_sum[i] > 0, (out_max[i] * scale_log2 + T.log2(out_sum[i])) * LN_2, -T.infinity(accum)
-                )
-            if slot < 0:
+
+            if cluster > 1:
+                machine.cluster_wait()
                 for i, d in machine.parallel(tall, dim):
-                    if i < heads and d < head_dim:
-                        Output[sequence, head + i, d] = T.cast(out_o[i, d], dtype)
-                for i in machine.parallel(tall):
-                    if i < heads:
-                        Lse[sequence, head + i] = out_sum[i]
+                    if d % 4 == 0:
+                        wanted = T.And(i < heads, d < head_dim)
+                        machine.cluster_push(
+                            received, stats, arrived, rank, i, d, width, wanted, out_o, out_max, out_sum
+                        )
+                machine.cluster_receive(arrived)
+                top = T.alloc_var(accum)
+                total = T.alloc_var(accum)
+                value = T.alloc_var(accum)
+                maxima = T.alloc_local([cluster], accum)
+                sums = T.alloc_local([cluster], accum)
+                values = T.alloc_local([cluster], accum)
+                for step in T.serial(T.ceildiv(tall * width, threads)):
+                    i = (step * threads + T.get_thread_binding()) // width
+                    c = (step * threads + T.get_thread_binding()) % width
+                    if i < heads and rank * width + c < head_dim:
+                        for s in T.unroll(cluster):
+                            maxima[s] = stats[s, i, 0]
+                            sums[s] = stats[s, i, 1]
+                            values[s] = received[s, i, c]
+                        top = -T.infinity(accum)
+                        total = 0.0
+                        value = 0.0
+                        # A split without keys has the sum 0 and is left out by selection.
+                        for s in T.unroll(cluster):
+                            top = T.if_then_else(sums[s] > 0, T.max(top, maxima[s]), top)
+                        for s in T.unroll(cluster):
+                            maxima[s] = T.if_then_else(sums[s] > 0, T.exp2((maxima[s] - top) * scale_log2), 0.0)
+                            total += T.if_then_else(sums[s] > 0, sums[s] * maxima[s], 0.0)
+                            value += T.if_then_else(maxima[s] > 0, values[s] * maxima[s], 0.0)
+                        Output[sequence, head + i, rank * width + c] = T.cast(
+                            T.if_then_else(total > 0, value / total, 0.0), dtype
+                        )
+                        if rank == 0 and c == 0:
+                            Lse[sequence, head + i] = T.if_then_else(
+                                total > 0, (top * scale_log2 + T.log2(total)) * LN_2, -T.infinity(accum)
+                            )
             else:
                 for i, d in machine.parallel(tall, dim):
-                    if i < heads and d < head_dim:
-                        Partial[slot, head + i, d] = out_o[i, d]
+                    out_o[i, d] = T.if_then_else(out_sum[i] > 0, out_o[i, d] / out_sum[i], 0.0)
                 for i in machine.parallel(tall):
-                    if i < heads:
-                        Partial_lse[slot, head + i] = out_sum[i]
+                    out_sum[i] = T.if_then_else(
+                        out_sum[i] > 0, (out_max[i] * scale_log2 + T.log2(out_sum[i])) * LN_2, -T.infinity(accum)
+                    )
+                if slot < 0:
+                    for i, d in machine.parallel(tall, dim):
+                        if i < heads and d < head_dim:
+                            Output[sequence, head + i, d] = T.cast(out_o[i, d], dtype)
+                    for i in machine.parallel(tall):
+                        if i < heads:
+                            Lse[sequence, head + i] = out_sum[i]
+                else:
+                    for i, d in machine.parallel(tall, dim):
+                        if i < heads and d < head_dim:
+                            Partial[slot, head + i, d] = out_o[i, d]
+                    for i in machine.parallel(tall):
+                        if i < heads:
+                            Partial_lse[slot, head + i] = out_sum[i]
 
     return split
 
@@ -382,10 +458,12 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
 
 
 @cache
-def compiled_split(machine: str, heads_q: int, heads_kv: int, head_dim: int, dtype: str, tile: Tile) -> Any:
+def compiled_split(
+    machine: str, heads_q: int, heads_kv: int, head_dim: int, dtype: str, tile: Tile, cluster: int
+) -> Any:
     """The compiled split kernel; lengths, batch size and strides are run-time values."""
     target = MACHINES[machine]
-    kernel = split_kernel(target, heads_q, heads_kv, head_dim, dtype, **asdict(tile))
+    kernel = split_kernel(target, heads_q, heads_kv, head_dim, dtype, **asdict(tile), cluster=cluster)
     return _compile(target, kernel, pass_configs(target, tile))
 
 
@@ -397,7 +475,7 @@ def compiled_combine(machine: str, heads_q: int, head_dim: int, dtype: str) -> A
 
 
 def pass_configs(machine: Machine, tile: Tile) -> dict[str, bool]:
-    """What the split kernel asks of TileLang's passes: the warps of a ``wgmma`` share its operands, parts do not."""
+    """What the split kernel asks of TileLang's passes: warps of a ``wgmma`` share its operands, parts do not."""
     return {"tl.disable_wgmma": True} if machine.parts(tile.block_h, tile.threads) > 1 else {}
 
 
@@ -436,19 +514,25 @@ class TileLangPlan(SplitKVPlan):
     def __init__(self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]) -> None:
         machine = choose_machine(device)
         tile = choose_tile(machine, problem, choice)
+        sms = sm_count(device) if device.type == "cuda" else CPU_CTAS
         super().__init__(
             problem,
             device,
             choice,
-            sm_count=sm_count(device) if device.type == "cuda" else CPU_CTAS,
+            sm_count=sms,
             tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
             min_keys=tile.block_n,
+            choose_cluster=lambda counts: choose_cluster(
+                machine, problem, tile, choice["cluster"], counts, sms=sms
+            ),
         )
         dtype = compute_dtype(machine, problem.dtype)
         self._machine = machine
+        self._clusters = self._items.unflatten(0, (-1, self._cluster))  # [clusters, CTAs of one, 4]
         self._dtype = TORCH_DTYPES[dtype]
         self._scale_log2 = problem.softmax_scale * LOG2_E
-        self._split = compiled_split(machine.name, problem.heads_q, problem.heads_kv, problem.head_dim, dtype, tile)
+        shape = (problem.heads_q, problem.heads_kv, problem.head_dim)
+        self._split = compiled_split(machine.name, *shape, dtype, tile, self._cluster)
         self._combine = compiled_combine(machine.name, problem.heads_q, problem.head_dim, dtype)
         self.config = {
             "library": "tilelang",
@@ -459,6 +543,7 @@ class TileLangPlan(SplitKVPlan):
             "block_h": tile.block_h,
             "num_stages": tile.num_stages,
             "threads": tile.threads,
+            "cluster": self._cluster,
             "machine": machine.name,
             "tma": machine.tma,
             "warp_specialize": False,
@@ -471,7 +556,9 @@ class TileLangPlan(SplitKVPlan):
         q, k, v = (x.to(self._dtype) for x in (inputs.q, inputs.k, inputs.v))
         result = out if out.dtype == self._dtype else torch.empty_like(out, dtype=self._dtype)
         strides = (*k.stride()[:2], *v.stride()[:2])
-        self._split(self._scale_log2, *strides, q, k, v, self._items, result, lse, self._partial, self._partial_lse)
+        self._split(
+            self._scale_log2, *strides, q, k, v, self._clusters, result, lse, self._partial, self._partial_lse
+        )
         if result is not out:
             out.copy_(result)
 
@@ -518,7 +605,10 @@ class TileLangSplitKV:
         return TileLangPlan(problem, device, check_tuning(tuning, TUNING))
 
     def configurations(self, problem: DecodeProblem, device: torch.device) -> list[Configuration]:
-        """:data:`SPACE` with every way to split; see :class:`impls.space.Tunable`."""
+        """:data:`SPACE` with every way to split; see :class:`impls.space.Tunable`.
+
+        Each way brings its own cluster size, as our rule has it: a tile is compiled for each of those that occur.
+        """
         machine = choose_machine(device)
 
         def refusal(choice: Mapping[str, Scalar]) -> str | None:

@@ -1,4 +1,4 @@
-"""The tile of the TileLang kernels: the rule that chooses it, the tiles that a tuner may try, and what they take.
+"""The tile of the TileLang kernels and their cluster: the rules for them, what a tuner may try, what they take.
 
 Decode is bound by reading K and V, so a tile is chosen for bytes in flight, not for the tensor cores.
 """
@@ -11,10 +11,26 @@ from impls.contract import Scalar
 from impls.problem import DecodeProblem
 from impls.space import Space
 from impls.splitkv_plan import positive
+from impls.splits import Int64Array
+from impls.tilelang_cluster import (
+    CTA_BYTES,
+    MAX_CLUSTER,
+    STATIC_BYTES,
+    cluster_size,
+    common_count,
+    ctas_per_sm,
+    static_bytes,
+)
 from impls.tilelang_machines import Machine
 
-TILE_TUNING: Mapping[str, Scalar] = {"block_n": None, "block_h": None, "num_stages": None, "threads": 128}
-"""What a caller may choose about tiles; None means the rule in :func:`choose_tile`."""
+TILE_TUNING: Mapping[str, Scalar] = {
+    "block_n": None,
+    "block_h": None,
+    "num_stages": None,
+    "threads": 128,
+    "cluster": None,
+}
+"""What a caller may choose about tiles; None means the rule in :func:`choose_tile` or :func:`choose_cluster`."""
 
 SPACE: Space = (
     # What the official example is tuned over: 64 rows, `wgmma`.
@@ -64,6 +80,52 @@ def tile_bytes(machine: Machine, problem: DecodeProblem, tile: Tile) -> int:
     row_bytes = machine.padded(problem.head_dim) * problem.element_bytes
     rows = machine.parts(tile.block_h, tile.threads) * tile.block_h
     return (2 * tile.num_stages * tile.block_n + rows) * row_bytes
+
+
+def head_rows(group: int, block_h: int) -> int:
+    """Rows that hold the heads of a tile, once its parts are merged: a power of 2."""
+    return 1 << (min(group, block_h) - 1).bit_length()
+
+
+def choose_cluster(
+    machine: Machine, problem: DecodeProblem, tile: Tile, asked: Scalar, counts: Int64Array, *, sms: int
+) -> int:
+    """CTAs that merge their splits by themselves as one cluster; 1 means partials and a combine kernel.
+
+    Args:
+        machine: whose ``clusters`` our rule may take; without any, always 1.
+        problem: what is to be computed.
+        tile: of the split kernel.
+        asked: the tuning ``cluster``: None for our rule (:func:`impls.tilelang_cluster.cluster_size`), 1 for never,
+            or the number of splits of every sequence, up to 16, whether or not all clusters run at once.
+        counts: ``[B]`` splits of each sequence.
+        sms: SMs of the device.
+
+    Raises:
+        ValueError: if what was asked for is none of these, or there is no shared memory to receive it in.
+    """
+    cluster = positive({"cluster": asked}, "cluster", common_count(counts) or 1)
+    if cluster == 1 or (asked is None and not machine.clusters):
+        return 1
+    if not machine.clusters:
+        raise ValueError(f"cluster: expected 1 on {machine.name}, got {cluster}")
+    rows = head_rows(problem.group, tile.block_h)
+    static = static_bytes(rows, problem.head_dim, cluster, tile.num_stages)
+    shared = tile_bytes(machine, problem, tile) + static
+    if asked is None:
+        if static > STATIC_BYTES or shared > CTA_BYTES:
+            return 1
+        tiles = problem.heads_kv * -(-problem.group // tile.block_h)
+        return cluster_size(counts, tiles, sms, ctas_per_sm(shared, tile.threads), machine.clusters)
+    if cluster > MAX_CLUSTER:
+        raise ValueError(f"cluster: expected an integer <= {MAX_CLUSTER}, got {cluster}")
+    if common_count(counts) != cluster:
+        splits = f"{counts.min()} to {counts.max()}" if len(counts) else "none"
+        raise ValueError(f"cluster: expected the number of splits of every sequence ({splits}), got {cluster}")
+    for what, got, most in (("static shared memory", static, STATIC_BYTES), ("shared memory", shared, CTA_BYTES)):
+        if got > most:
+            raise ValueError(f"cluster: expected <= {most} bytes of {what} a CTA, got {got} with {cluster}")
+    return cluster
 
 
 def combine_threads(head_dim: int) -> int:

@@ -55,6 +55,7 @@ BRANCHES = (
     Branch(covers="a combine; an empty sequence beside it", kv_lens=(700, 0, 33), tuning={"num_splits": 3}),
     Branch(covers="counts in proportion to length", kv_lens=(1500, 40), tuning={}),
     Branch(covers="more splits than are merged at a time", kv_lens=(300,), tuning={"num_splits": 70}),
+    Branch(covers="clusters that merge by themselves", kv_lens=(300, 310, 4), tuning={"num_splits": 4}),
     Branch(covers="the ring goes round more than once", kv_lens=(1300,), tuning={"num_splits": 1}),
     Branch(covers="the long tile", kv_lens=(520, 130), tuning={"num_splits": 2, "block_n": 128}),
     Branch(covers="a short tile", kv_lens=(200, 31), tuning={"num_splits": 2, "block_n": 32}),
@@ -64,6 +65,12 @@ BRANCHES = (
     Branch(covers="the widest head dim", kv_lens=(150,), shape=(8, 1, 256, "float16")),
     Branch(covers="a tile of 32 rows", kv_lens=(150,), shape=(24, 1, 128, "float16")),
     Branch(covers="64 rows, and a second head tile", kv_lens=(300, 70), shape=(70, 1, 128, "bfloat16")),
+    Branch(
+        covers="a cluster of 16 for each of two head tiles",
+        kv_lens=(300,),
+        shape=(70, 1, 128, "bfloat16"),
+        tuning={"num_splits": 16},
+    ),
     Branch(covers="float32", kv_lens=(150, 9), shape=(8, 2, 64, "float32")),
     Branch(covers="views of a fused buffer", kv_lens=(150, 9), layout="interleaved"),
 )

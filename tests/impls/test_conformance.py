@@ -432,7 +432,8 @@ def test_new_lengths_and_batch_sizes_never_recompile(name: str) -> None:
     assert (0,) in batches
     if DEVICE.type == "cuda":
         batches.append((140_000,))  # long enough for the tile of long work
-    run(name, make_inputs(problem(33), 1, DEVICE), {"num_splits": 2})
+    for num_splits in (1, 2, 4):  # each size of a cluster is a kernel, where splits merge in clusters
+        run(name, make_inputs(problem(33), 1, DEVICE), {"num_splits": num_splits})
     before = kernels(name).compiled_variants()
     for lens in batches:
         run(name, make_inputs(problem(*lens), 1, DEVICE), {"num_splits": 1 + len(lens)})
