@@ -49,7 +49,13 @@ def positive(choice: Mapping[str, Scalar], key: str, default: int | None = None)
 
 
 def choose_splits(
-    problem: DecodeProblem, choice: Mapping[str, Scalar], *, sm_count: int, tiles_per_split: int, min_keys: int
+    problem: DecodeProblem,
+    choice: Mapping[str, Scalar],
+    *,
+    sm_count: int,
+    tiles_per_split: int,
+    min_keys: int,
+    enough: int | None = None,
 ) -> SplitTable:
     """The split table of a problem under a tuning of :data:`SPLIT_TUNING`; see :class:`SplitKVPlan`."""
     lens = as_array(problem.kv_lens)
@@ -65,6 +71,7 @@ def choose_splits(
         ctas=sm_count,
         min_keys=min_keys,
         overhead=CTA_OVERHEAD_BYTES // (2 * problem.head_dim * problem.element_bytes),
+        enough=enough,
     )
 
 
@@ -92,6 +99,7 @@ class SplitKVPlan:
         sm_count: SMs of the device, or what stands in for them.
         tiles_per_split: CTAs that one split launches: KV heads times head tiles.
         min_keys: ``auto`` plans no split shorter than this.
+        enough: CTAs of this kernel that read at the memory's full speed; None takes one an SM.
         choose_cluster: from the splits of each sequence, ``[B]``, how many CTAs merge theirs by themselves, as one
             cluster; with more than 1 there are no partials and no merges. None where a kernel cannot do that.
 
@@ -111,10 +119,16 @@ class SplitKVPlan:
         sm_count: int,
         tiles_per_split: int,
         min_keys: int,
+        enough: int | None = None,
         choose_cluster: Callable[[Int64Array], int] | None = None,
     ) -> None:
         table = choose_splits(
-            problem, choice, sm_count=sm_count, tiles_per_split=tiles_per_split, min_keys=min_keys
+            problem,
+            choice,
+            sm_count=sm_count,
+            tiles_per_split=tiles_per_split,
+            min_keys=min_keys,
+            enough=enough,
         )
         self._cluster = choose_cluster(table.counts) if choose_cluster else 1
         partials = self._cluster == 1

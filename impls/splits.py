@@ -139,7 +139,13 @@ def _rounded(twice: Int64Array, chunk: int) -> Int64Array:
 
 
 def balanced_counts(
-    kv_lens: Lengths, *, tiles_per_split: int, ctas: int, min_keys: int, overhead: int
+    kv_lens: Lengths,
+    *,
+    tiles_per_split: int,
+    ctas: int,
+    min_keys: int,
+    overhead: int,
+    enough: int | None = None,
 ) -> Int64Array:
     """The :func:`proportional_counts` under which the device's last CTA is expected to end first.
 
@@ -148,12 +154,16 @@ def balanced_counts(
     and shorter splits, handed out longest first, even that out. :class:`impls.makespan.Schedule` tells which
     it is; most batches are decided by what every schedule must take, an even share and the longest split.
 
+    Equally long sequences leave nothing to even out. They need only as many splits as read at the memory's full
+    speed, ``enough``, or two where one round has room for them: every further one is one more to merge.
+
     Args:
         kv_lens: keys of each sequence.
         tiles_per_split: CTAs that one split launches: KV heads times head tiles.
         ctas: CTAs that the device runs at once.
         min_keys: no split is planned shorter than this (a tile of the kernel).
         overhead: what starting and ending a CTA costs, in keys.
+        enough: CTAs that read at full speed by themselves, at most ``ctas``; None takes all.
 
     Returns:
         ``[B]`` int64, each at least 1.
@@ -164,7 +174,10 @@ def balanced_counts(
     counts = _rounded(twice, _chunk(total * tiles_per_split, ctas, min_keys))
     longest = lens.item(lens.argmax()) if total else 0
     if longest * len(lens) == total:
-        return counts
+        if enough is None:
+            return counts
+        fewer = _rounded(twice, _chunk(total * tiles_per_split, enough, min_keys))
+        return np.maximum(fewer, np.minimum(counts, 2))
     negative = -lens  # minus the floor of minus a quotient is its ceiling
     best = last = Schedule(overhead - negative // counts, counts, copies=tiles_per_split, ctas=ctas)
     best_counts, splits = counts, int(counts.sum())
@@ -184,10 +197,25 @@ def balanced_counts(
     return best_counts
 
 
-def plan_splits(kv_lens: Lengths, *, tiles_per_split: int, ctas: int, min_keys: int, overhead: int) -> SplitTable:
+def plan_splits(
+    kv_lens: Lengths,
+    *,
+    tiles_per_split: int,
+    ctas: int,
+    min_keys: int,
+    overhead: int,
+    enough: int | None = None,
+) -> SplitTable:
     """The table of :func:`balanced_counts`, from lengths in one call; the arguments are the same."""
     lens = as_array(kv_lens)
-    counts = balanced_counts(lens, tiles_per_split=tiles_per_split, ctas=ctas, min_keys=min_keys, overhead=overhead)
+    counts = balanced_counts(
+        lens,
+        tiles_per_split=tiles_per_split,
+        ctas=ctas,
+        min_keys=min_keys,
+        overhead=overhead,
+        enough=enough,
+    )
     return _table(lens, counts)
 
 

@@ -112,15 +112,17 @@ def tile_bytes(problem: DecodeProblem, tile: Tile, *, wgmma: bool) -> int:
 def is_short(problem: DecodeProblem, device: torch.device) -> bool:
     """Whether CTAs are so short that their starts and ends must be hidden behind each other.
 
-    Fewer than 256 keys each; or up to 2048, where sequences of about one length make two waves or more. With
-    lengths that differ, several long CTAs may meet on one SM: there each gets an SM of its own.
+    Fewer than 256 keys each; or up to 2048, where sequences of about one length make two waves or more, or a few
+    of different lengths are cut into splits that no round holds evenly. Where many sequences differ in length,
+    several long CTAs may meet on one SM: there each gets an SM of its own.
     """
     total_kv, sms = problem.total_kv, sm_count(device)
     ctas = problem.batch * problem.heads_kv
     keys = total_kv * problem.heads_kv / max(ctas, sms)
-    if keys < 256 or keys > 2048 or ctas < 2 * sms:
+    if keys < 256 or keys > 2048:
         return keys < 256
-    return 4 * problem.max_kv * problem.batch <= 5 * total_kv  # lengths are about alike
+    alike = 4 * problem.max_kv * problem.batch <= 5 * total_kv
+    return ctas >= 2 * sms if alike else ctas < sms
 
 
 def sm_count(device: torch.device) -> int:

@@ -242,6 +242,25 @@ def test_equal_lengths_get_one_round(batch: int, keys: int) -> None:
     assert balanced.tolist() == one_round.tolist()
 
 
+@given(st.integers(1, 140), st.integers(0, 100_000), st.integers(1, 132))
+def test_equal_lengths_get_no_more_splits_than_read_at_full_speed(batch: int, keys: int, enough: int) -> None:
+    """But two where one round has room for them."""
+    round_of = {"tiles_per_split": 1, "min_keys": 128}
+    lens = [keys] * batch
+    (all_of,) = set(balanced_counts(lens, ctas=132, overhead=266, **round_of).tolist())
+    (some,) = set(balanced_counts(lens, ctas=132, overhead=266, enough=enough, **round_of).tolist())
+    (fewest,) = set(proportional_counts(lens, slots=enough, **round_of).tolist())
+    assert min(all_of, 2) <= some <= all_of
+    assert some == max(fewest, min(all_of, 2))
+
+
+@given(LENS, st.integers(1, 300))
+def test_what_is_enough_for_equal_lengths_is_of_no_account_for_others(lens: list[int], enough: int) -> None:
+    shape = {"tiles_per_split": 8, "ctas": 132, "min_keys": 128, "overhead": 266}
+    if len(set(lens)) > 1:
+        assert balanced_counts(lens, **shape, enough=enough).tolist() == balanced_counts(lens, **shape).tolist()
+
+
 def test_a_long_tail_is_cut_finer_than_one_round_would() -> None:
     """One round leaves half of the longest sequence as the last to end."""
     lens = [30784, 17280, 16832, 15680, 8896] + [1500] * 59

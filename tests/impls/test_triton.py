@@ -15,7 +15,7 @@ import torch
 
 from harness.check import check_plan
 from harness.inputs import make_inputs
-from impls import triton_splitkv
+from impls import triton_splitkv, triton_tile
 from impls.contract import Scalar
 from impls.reference import reference
 from impls.triton_splitkv import TritonSplitKV
@@ -44,6 +44,24 @@ def test_compiles_for_sm_90_without_spills() -> None:
     for name, used in kernels.items():
         assert used["stack"] == used["local"] == 0, f"{name}: expected no spills, got {used}"
         assert used["shared"] <= 232448, f"{name}: expected to fit an SM of an H200, got {used}"
+
+
+@pytest.mark.parametrize(
+    ("kv_lens", "short"),
+    [
+        ((1024,), True),  # less than 256 keys a CTA
+        ((8192,), False),
+        ((1024,) * 128, True),  # several rounds of CTAs of one length
+        ((1024, 2048) * 64, False),  # long ones would meet on one SM
+        ((600, 6000, 2000), True),  # cut into splits that no round holds evenly
+        ((60_000, 600_000, 200_000), False),
+        ((), True),
+    ],
+)
+def test_short_work_is_what_leaves_an_h200_waiting(kv_lens, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_tile, "_device_properties", lambda device: {"multiprocessor_count": 132})
+    shape = replace(problem(), kv_lens=kv_lens, heads_q=32, heads_kv=8)
+    assert triton_tile.is_short(shape, torch.device("cuda", 0)) is short
 
 
 def test_new_lengths_and_batch_sizes_ask_for_one_specialisation() -> None:
