@@ -68,11 +68,9 @@ static __device__ __forceinline__ void dsm_wait_open() {
   __syncwarp();
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Send four columns of a head to their owner, with the first ones the head's maximum and sum. Whether they are
-// wanted is asked here and not around the call: so the compiler sees which of the unrolled calls never are.
-static __device__ __forceinline__ void dsm_push(float *slot, float *stat, void *arrived, int owner, bool wanted,
-                                                bool first, const float *x, float top, float sum) {
-  if (!wanted) return;
+// Send four columns of a head to their owner, with the first ones the head's maximum and sum.
+static __device__ __forceinline__ void dsm_push(float *slot, float *stat, void *arrived, int owner, bool first,
+                                                const float *x, float top, float sum) {
   const unsigned bar = dsm_at(arrived, owner);
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                ::"r"(dsm_at(slot, owner)), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(bar) : "memory");
@@ -105,8 +103,8 @@ def cluster_wait():
 
 
 @T.macro
-def cluster_push(received, stats, arrived, rank, i, d, width, wanted, out_o, out_max, out_sum):
-    """Send columns ``d`` to ``d + 3`` of head ``i`` to their owner."""
+def cluster_push(received, stats, arrived, rank, i, d, width, four, top, total):
+    """Send columns ``d`` to ``d + 3`` of head ``i`` to their owner, with its first ones the head's max and sum."""
     T.call_extern(
         "void",
         "dsm_push",
@@ -114,11 +112,10 @@ def cluster_push(received, stats, arrived, rank, i, d, width, wanted, out_o, out
         T.address_of(stats[rank, i, 0]),
         T.address_of(arrived[0]),
         d // width,
-        wanted,
         d % width == 0,
-        T.address_of(out_o[i, d]),
-        out_max[i],
-        out_sum[i],
+        T.address_of(four[0]),
+        top,
+        total,
     )
 
 

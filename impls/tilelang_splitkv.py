@@ -177,9 +177,6 @@ def split_kernel(
             part_max = machine.shared([rows], accum)
             part_sum = machine.shared([rows], accum)
             part_o = machine.shared([rows, dim + 8], accum)  # 8 more, so that neighbouring rows share no bank
-            out_max = machine.fragment([tall], accum)
-            out_sum = machine.fragment([tall], accum)
-            out_o = machine.fragment([tall, dim], accum)
             full_k = machine.barriers(num_stages, threads)
             full_v = machine.barriers(num_stages, threads)
 
@@ -298,33 +295,30 @@ def split_kernel(
                 if i % block_h < heads:
                     part_o[i, d] = acc_o[i, d] * scores_scale[i]
 
-            for i in machine.parallel(tall):
-                out_max[i] = part_max[i]
-                out_sum[i] = part_sum[i]
-            for i, d in machine.parallel(tall, dim):
-                out_o[i, d] = part_o[i, d]
-            for p in T.serial(1, parts):
-                for i in machine.parallel(tall):
-                    out_max[i] = T.max(out_max[i], part_max[p * block_h + i])
-                    out_sum[i] += part_sum[p * block_h + i]
-                for i, d in machine.parallel(tall, dim):
-                    out_o[i, d] += part_o[p * block_h + i, d]
-
             if cluster > 1:
-                machine.cluster_wait()
-                for i, d in machine.parallel(tall, dim):
-                    if d % 4 == 0:
-                        wanted = T.And(i < heads, d < head_dim)
-                        machine.cluster_push(
-                            received, stats, arrived, rank, i, d, width, wanted, out_o, out_max, out_sum
-                        )
-                machine.cluster_receive(arrived)
                 top = T.alloc_var(accum)
                 total = T.alloc_var(accum)
                 value = T.alloc_var(accum)
+                four = T.alloc_local([4], accum)
                 maxima = T.alloc_local([cluster], accum)
                 sums = T.alloc_local([cluster], accum)
                 values = T.alloc_local([cluster], accum)
+                machine.cluster_wait()
+                for step in T.unroll(T.ceildiv(tall * dim // 4, threads)):
+                    i = (step * threads + T.get_thread_binding()) // (dim // 4)
+                    d = (step * threads + T.get_thread_binding()) % (dim // 4) * 4
+                    if i < heads and d < head_dim:
+                        top = part_max[i]
+                        total = part_sum[i]
+                        for e in T.vectorized(4):
+                            four[e] = part_o[i, d + e]
+                        for p in T.unroll(1, parts):
+                            top = T.max(top, part_max[p * block_h + i])
+                            total += part_sum[p * block_h + i]
+                            for e in T.vectorized(4):
+                                four[e] += part_o[p * block_h + i, d + e]
+                        machine.cluster_push(received, stats, arrived, rank, i, d, width, four, top, total)
+                machine.cluster_receive(arrived)
                 for step in T.serial(T.ceildiv(tall * width, threads)):
                     i = (step * threads + T.get_thread_binding()) // width
                     c = (step * threads + T.get_thread_binding()) % width
@@ -351,6 +345,20 @@ def split_kernel(
                                 total > 0, (top * scale_log2 + T.log2(total)) * LN_2, -T.infinity(accum)
                             )
             else:
+                out_max = machine.fragment([tall], accum)
+                out_sum = machine.fragment([tall], accum)
+                out_o = machine.fragment([tall, dim], accum)
+                for i in machine.parallel(tall):
+                    out_max[i] = part_max[i]
+                    out_sum[i] = part_sum[i]
+                for i, d in machine.parallel(tall, dim):
+                    out_o[i, d] = part_o[i, d]
+                for p in T.serial(1, parts):
+                    for i in machine.parallel(tall):
+                        out_max[i] = T.max(out_max[i], part_max[p * block_h + i])
+                        out_sum[i] += part_sum[p * block_h + i]
+                    for i, d in machine.parallel(tall, dim):
+                        out_o[i, d] += part_o[p * block_h + i, d]
                 for i, d in machine.parallel(tall, dim):
                     out_o[i, d] = T.if_then_else(out_sum[i] > 0, out_o[i, d] / out_sum[i], 0.0)
                 for i in machine.parallel(tall):

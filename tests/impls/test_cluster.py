@@ -254,6 +254,7 @@ def test_it_receives_in_the_static_shared_memory_that_was_predicted(
 ) -> None:
     shape = problem(8192, heads=heads, head_dim=head_dim)
     source, _, tile = lowered(shape, cluster)
+    assert "(&(four[0]))" in source  # however few columns a thread would hold of a fragment: 16 bytes a push
     declared = declared_bytes(source)
     rows = head_rows(shape.group, tile.block_h)
     assert static_bytes(rows, head_dim, cluster, tile.num_stages) == -(-declared // 1024) * 1024
