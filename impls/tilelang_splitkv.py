@@ -530,6 +530,8 @@ class TileLangPlan(SplitKVPlan):
             sm_count=sms,
             tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
             min_keys=tile.block_n,
+            # With 128 KiB in flight each, half as many CTAs as SMs read at full speed.
+            enough=max(1, sms // 2) if machine.tma else None,
             choose_cluster=lambda counts: choose_cluster(
                 machine, problem, tile, choice["cluster"], counts, sms=sms
             ),

@@ -37,7 +37,7 @@ SPACE: Space = (
     {"block_h": (64,), "block_n": (64, 128), "num_stages": (1, 2, 3)},
     # The group's own rows, `mma.sync`; four parts of 32 keys would have less than the 16 that one takes.
     {"block_n": (64, 128), "num_stages": (2, 3, 4)},
-    {"block_n": (64,), "num_stages": (3,), "threads": (64, 256)},
+    {"block_n": (128,), "num_stages": (2,), "threads": (64, 256)},
 )
 """The tiles that a tuner tries; the official example's are in ``get_configs`` of ``example_gqa_decode.py``."""
 
@@ -92,6 +92,9 @@ def choose_cluster(
 ) -> int:
     """CTAs that merge their splits by themselves as one cluster; 1 means partials and a combine kernel.
 
+    Clusters of more than two CTAs are put into few GPCs, whose way to the memory then limits them: our rule takes
+    those only where all of a split's keys fit the ring and are on their way at once, so that latency decides.
+
     Args:
         machine: whose ``clusters`` our rule may take; without any, always 1.
         problem: what is to be computed.
@@ -116,7 +119,9 @@ def choose_cluster(
         if static > STATIC_BYTES or shared > CTA_BYTES:
             return 1
         tiles = problem.heads_kv * -(-problem.group // tile.block_h)
-        return cluster_size(counts, tiles, sms, ctas_per_sm(shared, tile.threads), machine.clusters)
+        keys = -(-problem.max_kv // cluster)
+        sizes = [size for size in machine.clusters if size == 2 or keys <= tile.num_stages * tile.block_n]
+        return cluster_size(counts, tiles, sms, ctas_per_sm(shared, tile.threads), sizes)
     if cluster > MAX_CLUSTER:
         raise ValueError(f"cluster: expected an integer <= {MAX_CLUSTER}, got {cluster}")
     if common_count(counts) != cluster:

@@ -117,7 +117,7 @@ def chosen(
 
 
 def test_a_cluster_is_chosen_on_hopper_alone() -> None:
-    shape = problem(8192, heads=(32, 8), head_dim=128)
+    shape = problem(1024, heads=(32, 8), head_dim=128)
     assert chosen("sm_90a", shape, [8]) == 8
     assert chosen("sm_90a", shape, [8], asked=1) == 1
     assert chosen("sm_90a", shape, [3], asked=3) == 3
@@ -127,6 +127,13 @@ def test_a_cluster_is_chosen_on_hopper_alone() -> None:
     for machine in ("sm_80", "cpu"):
         assert chosen(machine, shape, [8]) == 1
         assert chosen(machine, shape, [8], asked=1) == 1
+
+
+def test_more_than_two_are_chosen_only_where_a_split_fits_the_ring() -> None:
+    """Two tiles of 128 keys."""
+    for keys, size in ((2048, 8), (2049, 1), (65_536, 1)):
+        assert chosen("sm_90a", problem(keys, heads=(32, 8), head_dim=128), [8]) == size
+    assert chosen("sm_90a", problem(65_536, heads=(32, 8), head_dim=128), [2]) == 2
 
 
 @pytest.mark.parametrize(
