@@ -27,10 +27,13 @@ TILE_TUNING: Mapping[str, Scalar] = {
     "block_n": None,
     "block_h": None,
     "num_stages": None,
-    "threads": 128,
+    "threads": None,
     "cluster": None,
 }
 """What a caller may choose about tiles; None means the rule in :func:`choose_tile` or :func:`choose_cluster`."""
+
+PART_KEYS = 16
+"""The fewest keys of a part: what one ``mma`` takes of them for the output."""
 
 SPACE: Space = (
     # What the official example is tuned over: 64 rows, `wgmma`.
@@ -57,7 +60,11 @@ def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, S
 
     ``block_h`` is the group of query heads that shares a KV head, padded to the 16 rows of an ``mma`` (over 64:
     several tiles); the C target has no such unit and takes the group as it is. ``block_n`` is the longest tile,
-    up to 128 keys, of which two fit the machine's ring, and ``num_stages`` is how many of it fit.
+    up to 128 keys, of which two fit the machine's ring, and ``num_stages`` is how many of it fit. ``threads``:
+    128, or as few as leave each part :data:`PART_KEYS` keys of a shorter tile.
+
+    Raises:
+        ValueError: for a choice out of range, or one that leaves a part fewer keys.
     """
     group = problem.group
     if machine.target == "c":
@@ -67,11 +74,20 @@ def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, S
         key_bytes = 2 * machine.padded(problem.head_dim) * problem.element_bytes
         block_n = min(128, 1 << (machine.ring_bytes // (2 * key_bytes)).bit_length() - 1)
         stages = machine.ring_bytes // (block_n * key_bytes)
+    block_h = positive(choice, "block_h", block_h)
+    block_n = positive(choice, "block_n", block_n)
+    threads = positive(choice, "threads", max(32, min(128, 2 * block_h * (block_n // PART_KEYS))))
+    parts = machine.parts(block_h, threads)
+    if machine.target == "cuda" and block_n < PART_KEYS * parts:
+        raise ValueError(
+            f"block_n: expected >= {PART_KEYS * parts} with {threads} threads and block_h {block_h} ({PART_KEYS} "
+            f"keys for each of {parts} parts), got {block_n}"
+        )
     return Tile(
-        block_h=positive(choice, "block_h", block_h),
-        block_n=positive(choice, "block_n", block_n),
+        block_h=block_h,
+        block_n=block_n,
         num_stages=positive(choice, "num_stages", stages),
-        threads=positive(choice, "threads"),
+        threads=threads,
     )
 
 

@@ -71,7 +71,12 @@ def test_tilelang_has_what_the_official_example_is_tuned_over() -> None:
         {"block_h": 64, "block_n": block_n, "num_stages": stages} for block_n in (64, 128) for stages in (1, 2, 3)
     ]
     assert all(tile in tiles for tile in official)
-    assert tilelang_splitkv.TUNING["threads"] == 128
+    problem = DecodeProblem(kv_lens=(8192,), heads_q=32, heads_kv=8, head_dim=128)
+    machine = tilelang_splitkv.MACHINES["sm_90a"]
+    made = [
+        tilelang_splitkv.choose_tile(machine, problem, {**tilelang_splitkv.TUNING, **tile}) for tile in official
+    ]
+    assert {tile.threads for tile in made} == {128}
 
 
 def test_tiles_over_the_shared_memory_are_refused_with_the_numbers(impl: DecodeImpl) -> None:

@@ -72,6 +72,25 @@ def test_each_cuda_machine_has_its_own_stages_and_policy() -> None:
     assert lower(tilelang_splitkv, "sm_80").count("cp_async_wait<3>") == 2
 
 
+@pytest.mark.parametrize("machine", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("group", [1, 4, 24, 70])
+@pytest.mark.parametrize("head_dim", tilelang_splitkv.HEAD_DIMS)
+def test_each_part_of_a_tile_has_the_keys_of_an_mma(machine: str, group: int, head_dim: int) -> None:
+    target = tilelang_splitkv.MACHINES[machine]
+    problem = DecodeProblem(kv_lens=(8192,), heads_q=group, heads_kv=1, head_dim=head_dim)
+    for choice in ({}, {"block_n": 32}, {"block_n": 64}, {"block_h": 64}):
+        tile = tilelang_splitkv.choose_tile(target, problem, {**tilelang_splitkv.TUNING, **choice})
+        assert tile.block_n >= 16 * target.parts(tile.block_h, tile.threads)
+        assert tile.block_h >= 16
+
+
+def test_a_tile_too_short_for_its_parts_is_refused() -> None:
+    problem = DecodeProblem(kv_lens=(8192,), heads_q=32, heads_kv=8, head_dim=128)
+    choice = {**tilelang_splitkv.TUNING, "block_n": 32, "threads": 128}
+    with pytest.raises(ValueError, match=r"block_n: expected >= 64 with 128 threads and block_h 16 .*, got 32"):
+        tilelang_splitkv.choose_tile(tilelang_splitkv.MACHINES["sm_90a"], problem, choice)
+
+
 @pytest.mark.parametrize("block_h", [16, 32, 64])
 def test_no_warp_waits_for_another_inside_of_a_tile(block_h: int) -> None:
     """P stays in registers, and a row's maximum lies in four threads of one warp."""
