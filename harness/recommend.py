@@ -325,11 +325,17 @@ def _tile_of(problem: DecodeProblem, impl: str, seen: Sequence[Seen]) -> Seen:
 
 def _splits(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) -> tuple[dict[int, int], int]:
     """Length -> splits, the longest first, and CTAs: the kernel's own rule with the tile of a recorded plan."""
-    from impls.splitkv_plan import SPLIT_TUNING, choose_splits  # imports torch, which takes a second or two
+    # Imports torch, which takes a second or two.
+    from impls.splitkv_plan import SPLIT_TUNING, choose_splits, enough_ctas
 
     per_split = problem.heads_kv * -(-problem.group // tile["block_h"])
     table = choose_splits(
-        problem, SPLIT_TUNING, sm_count=sm_count, tiles_per_split=per_split, min_keys=tile["block_n"]
+        problem,
+        SPLIT_TUNING,
+        sm_count=sm_count,
+        tiles_per_split=per_split,
+        min_keys=tile["block_n"],
+        enough=enough_ctas(sm_count, tma=bool(tile.get("tma"))),
     )
     counts = dict(sorted(zip(problem.kv_lens, table.counts.tolist(), strict=True), reverse=True))
     return counts, table.splits * per_split

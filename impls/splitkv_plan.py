@@ -75,6 +75,15 @@ def choose_splits(
     )
 
 
+def enough_ctas(sms: int, *, tma: bool) -> int | None:
+    """CTAs that read at the memory's full speed, for ``enough`` of :func:`choose_splits`.
+
+    Half as many as SMs where TMA keeps 128 KiB of K and V in flight for each (an H200, ``reports/NOTES.md``); None
+    means one an SM.
+    """
+    return max(1, sms // 2) if tma else None
+
+
 def upload(rows: Int32Array, device: torch.device) -> Tensor:
     """``rows`` on the device, without waiting for it; a GPU copies them before later work of the current stream.
 

@@ -50,7 +50,7 @@ from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, 
 from impls.libraries import check_capability, sm_count
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
-from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan
+from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan, enough_ctas
 
 try:
     import tilelang
@@ -530,8 +530,7 @@ class TileLangPlan(SplitKVPlan):
             sm_count=sms,
             tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
             min_keys=tile.block_n,
-            # With 128 KiB in flight each, half as many CTAs as SMs read at full speed.
-            enough=max(1, sms // 2) if machine.tma else None,
+            enough=enough_ctas(sms, tma=machine.tma),
             choose_cluster=lambda counts: choose_cluster(
                 machine, problem, tile, choice["cluster"], counts, sms=sms
             ),

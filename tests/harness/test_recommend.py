@@ -12,6 +12,7 @@ from harness import record
 from harness.cli import main
 from harness.recommend import Advice, bound_us, coverage, distance, read_cases, recommend, skew
 from harness.record import RecordError
+from impls.catalog import OURS
 from impls.problem import DecodeProblem
 from impls.splitkv_plan import SPLIT_TUNING, choose_splits
 from tests.harness.fake_records import (
@@ -301,3 +302,15 @@ def test_the_committed_records_answer(monkeypatch: pytest.MonkeyPatch, capsys: p
     code, out, err = told(capsys, "--kv-lens", "64x4096", "--heads", "32/8")
     assert (code, err) == (0, "")
     assert "this batch was recorded, as b64_4k" in out
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_on_recorded_cases_the_advice_is_what_ran(name: str) -> None:
+    """The rule that the advice repeats on the host is the one by which the recorded plans were made."""
+    folder = ROOT / "reports" / "h200-decode"
+    ran = [r for r in record.read(folder / "records.jsonl") if r["kind"] == "measurement" and r["impl"] == name]
+    assert len(ran) == 17
+    for row in ran:
+        advice = recommend(DecodeProblem(**{**row["problem"], "kv_lens": tuple(row["problem"]["kv_lens"])}), folder)
+        assert max(advice.splits[name].values()) == row["config"]["splits_max"], row["case"]
+        assert advice.ctas[name] == row["config"]["work_items"], row["case"]
