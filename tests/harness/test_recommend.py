@@ -309,8 +309,13 @@ def test_on_recorded_cases_the_advice_is_what_ran(name: str) -> None:
     """The rule that the advice repeats on the host is the one by which the recorded plans were made."""
     folder = ROOT / "reports" / "h200-decode"
     ran = [r for r in record.read(folder / "records.jsonl") if r["kind"] == "measurement" and r["impl"] == name]
-    assert len(ran) == 17
+    told = 0
     for row in ran:
-        advice = recommend(DecodeProblem(**{**row["problem"], "kv_lens": tuple(row["problem"]["kv_lens"])}), folder)
+        shape = {**row["problem"], "kv_lens": tuple(row["problem"]["kv_lens"])}
+        advice = recommend(DecodeProblem(**shape), folder)
+        if name not in advice.splits:  # only of what is fastest or ties with it
+            continue
+        told += 1
         assert max(advice.splits[name].values()) == row["config"]["splits_max"], row["case"]
         assert advice.ctas[name] == row["config"]["work_items"], row["case"]
+    assert told
