@@ -1,4 +1,7 @@
-"""The families of inputs, by name, and what each exposes; drawn in :mod:`harness.inputs`, without torch here."""
+"""The families of inputs and the probes, by name, and what each exposes; in words alone, without torch.
+
+The families are drawn in :mod:`harness.inputs`, the probes are in :mod:`harness.probes`.
+"""
 
 from __future__ import annotations
 
@@ -17,3 +20,13 @@ FAMILY_NOTES: Mapping[str, str] = {
 
 FAMILY_NAMES = tuple(FAMILY_NOTES)
 """All families, in the order in which they are tried."""
+
+PROBE_NOTES: Mapping[str, str] = {
+    "again": "the same tensors with other values, so that a remembered answer shows",
+    "memory": "NaN, then large numbers, in all rows that do not belong to a sequence: around K and V, and in half"
+    " of the other sequences",
+    "layout": "Q, K and V as strided views of wider or shared buffers",
+    "graph": "captured in a CUDA graph, and replayed after the inputs were overwritten",
+    "repeat": "the same input until a million outputs have been seen, so that rare races show",
+}
+"""Probe beside the plain run on each family -> what it does, and what it is there for."""

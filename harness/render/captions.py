@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from harness.render.decisions import paired
-from harness.render.findings import passed, reconciled
+from harness.render.findings import deep_note, passed, reconciled
 from harness.render.frame import Comparison, each
 from harness.render.groups import (
     ABOUT_EQUAL,
@@ -267,6 +267,10 @@ def _support(comparison: Comparison) -> str:
     return f"Ok, of {cases_text(len(comparison.cases))}: {join(counts)}."
 
 
+def _support_reading(comparison: Comparison) -> str:
+    return deep_note(comparison, comparison.impls[comparison.impls["label"].isin(comparison.shown)])
+
+
 def _nothing(comparison: Comparison) -> str:
     return ""
 
@@ -340,7 +344,7 @@ CAPTIONS: Mapping[str, Caption] = {
         _skew_reading,
         _no_pair,
     ),
-    "support": Caption("Status of every implementation on every case", _support, _nothing, _nothing),
+    "support": Caption("Status of every implementation on every case", _support, _support_reading, _nothing),
 }
 """Name of a figure -> what stands beside it."""
 

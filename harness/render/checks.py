@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.families import FAMILY_NAMES, FAMILY_NOTES
+from harness.families import FAMILY_NAMES, FAMILY_NOTES, PROBE_NOTES
 from harness.record import (
     CHECKS_FILE,
     FINDINGS_FILE,
@@ -19,7 +19,7 @@ from harness.record import (
     read,
 )
 from harness.render.template import Table, fill
-from harness.render.text import cases_text, code, escape, join, versions
+from harness.render.text import cases_text, code, escape, join, number_text, versions
 
 NAMED = 3
 """From so many families on, a cell leaves the other probes out."""
@@ -31,6 +31,21 @@ TRUE_SHARE = 2.0
 """A wrong answer that came again, in a process of its own, at this multiple of its budget is a true one."""
 
 SIMULATED = "simulated"
+
+FEW = 10.0
+"""Up to so many budgets a wrong answer is told as that multiple of unavoidable rounding."""
+
+SMALL_ERROR = 0.01
+"""Relative error of a row under which it is right as a whole, whatever single elements are."""
+
+MEANT_BY: Mapping[str, str] = {
+    "again": ", only once its inputs' tensors hold other values",
+    "memory": ", only where other numbers lie in rows that do not belong to the sequence",
+    "layout": ", only where its inputs are strided views",
+    "graph": ", only when replayed from a CUDA graph",
+    "repeat": ", only in some runs on the same input",
+}
+"""Probe -> what sets a wrong answer apart from the plain run, which is right."""
 
 
 def write_check_report(folder: Path) -> Path:
@@ -279,11 +294,108 @@ def deep_check(folder: Path) -> dict[str, Any] | None:
     return {
         "note": f"{cases_text(cases)}, {len(rows)} checks, {wrong or 'none'} wrong{_whose(rows)}.",
         "environments": _environments(records, with_study=False),
+        "probes": _probe_notes(rows),
         "families": _by_family(rows),
+        "wrong": _wrong(rows),
         "pairs": _pairs([r for r in rows if r["status"] == "ok"]),
         "determinism": _determinism([r for r in rows if r["status"] == "ok"]),
         "faults": _faults(rows, folder),
     }
+
+
+def _probe_notes(rows: Sequence[Record]) -> list[str]:
+    """What each family and each probe of these checks is, in a few words."""
+    families, probes = [], []
+    for family, probe in _places(rows):
+        if probe == "values" and family in FAMILY_NOTES:
+            families.append(f"`{family}`: {FAMILY_NOTES[family]}")
+        elif probe in PROBE_NOTES:
+            probes.append(f"`{_heading(rows, (family, probe))}` (inputs: `{family}`): {PROBE_NOTES[probe]}")
+    return [f"{note}." for note in (*families, *probes)]
+
+
+def _places(rows: Sequence[Record]) -> list[tuple[str, str]]:
+    """(family, probe) of everything that was tried, in order."""
+    return list(dict.fromkeys((p["family"], p["probe"]) for r in rows for p in r["check"]["probes"]))
+
+
+def _heading(rows: Sequence[Record], place: tuple[str, str]) -> str:
+    """What a probe's column is called: its family, or the experiment, with its family where that is not clear."""
+    family, probe = place
+    if probe == "values":
+        return family
+    return probe if sum(other == probe for _, other in _places(rows)) == 1 else f"{family} {probe}"
+
+
+def _wrong(rows: Sequence[Record]) -> Table | None:
+    """Each implementation and probe with a wrong answer: by how much, where, and what that means."""
+    groups: dict[tuple[str, str, str], list[tuple[Record, Mapping[str, Any]]]] = {}
+    for r in rows:
+        for p in r["check"]["probes"]:
+            if not p["ok"]:
+                groups.setdefault((_label(r), p["family"], p["probe"]), []).append((r, p))
+    cases = {label: len({r["case"] for r in rows if _label(r) == label}) for label in _labels(rows)}
+    lines = []
+    for (label, family, probe), found in groups.items():
+        lines.append(
+            [
+                code(label),
+                _heading(rows, (family, probe)),
+                f"{len(found)} of {cases[label]}",
+                *(_most([p[key] for _, p in found]) for key in ("worst_element", "worst_row", "worst_lse")),
+                _most([p["rel_row"] for _, p in found], percent=True),
+                _meaning(probe, [p for _, p in found], clean=all(_right_on(r, family) for r, _ in found)),
+                ", ".join(code(r["case"]) for r, _ in found),
+            ]
+        )
+    header = ["implementation", "wrong by", "cases", "element ÷ budget", "row ÷ budget", "LSE ÷ budget"]
+    return Table([*header, "error of a row", "what that means", "on"], "llrrrrrll", lines) if lines else None
+
+
+def _most(values: Sequence[float | None], *, percent: bool = False) -> str:
+    """The largest of several errors, with three digits; a dash where none is a number."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    return f"{number_text(100 * max(known), 3)} %" if percent else number_text(max(known), 3)
+
+
+def _right_on(row: Record, family: str) -> bool:
+    """Whether the plain run on a family's inputs was right."""
+    return any(p["ok"] for p in row["check"]["probes"] if (p["family"], p["probe"]) == (family, "values"))
+
+
+def _meaning(probe: str, found: Sequence[Mapping[str, Any]], *, clean: bool) -> str:
+    """One sentence on wrong answers of one implementation by one probe, from the kind of probe and the numbers.
+
+    Args:
+        probe: its name.
+        found: what the probe said, a case each.
+        clean: whether the plain run on the same inputs was right on each of the cases.
+    """
+    when = MEANT_BY.get(probe, "") if clean else ""
+    if not all(p["finite"] for p in found):
+        if not any("finite" in str(p["reason"]) for p in found if not p["finite"]):
+            return f"its output cannot be compared with the reference; the reason says why{when}"
+        if probe != "memory":
+            return f"NaN or Inf where the reference is finite{when}"
+        text = "NaN or Inf in rows that do not belong to a sequence reach its output"
+        return text + ("; with finite numbers everywhere it is right" if clean else "")
+    share = max(map(largest_share, found))
+    if share <= 1:
+        return f"within the budgets, and wrong in what else the probe looks at; the reason says in what{when}"
+    error = max(p["rel_row"] or 0.0 for p in found)
+    by, size = number_text(share, 3), number_text(100 * error, 3)
+    if error >= SMALL_ERROR:
+        text = f"off by up to {by} budgets, a row by up to {size} % of its own size"
+    elif share <= FEW:
+        text = f"off by up to {by} times the rounding that the dtype makes unavoidable"
+    else:
+        text = (
+            f"single elements are off by up to {by} times the rounding that the dtype makes unavoidable, a row as a"
+            f" whole by {size} % at most"
+        )
+    return text + when
 
 
 def _whose(rows: Sequence[Record]) -> str:
@@ -293,7 +405,7 @@ def _whose(rows: Sequence[Record]) -> str:
 
 
 def _faults(rows: Sequence[Record], folder: Path) -> list[dict[str, str]]:
-    """Each implementation and probe with a wrong answer: a sentence, and what repeats it on the least problem."""
+    """Each implementation and probe with a wrong answer: a sentence, and what repeats it on a small problem."""
     smallest = {}
     if (folder / FINDINGS_FILE).is_file():
         least = [r for r in read(folder / FINDINGS_FILE) if r["kind"] == "check"]
@@ -305,15 +417,19 @@ def _faults(rows: Sequence[Record], folder: Path) -> list[dict[str, str]]:
             groups.setdefault((r["impl"], title), []).append(r)
     faults = []
     for (impl, title), of_group in groups.items():
-        cases = join([code(r["case"]) for r in of_group])
         row = smallest.get((impl, title))
         again = (
-            "" if row is None else "; right when tried again" if row["status"] == "ok" else "; the least problem:"
+            ""
+            if row is None
+            else "; right when tried again"
+            if row["status"] == "ok"
+            else "; smallest failing problem:"
         )
         shown = row if row is not None and row["status"] == "wrong" else of_group[0]
         faults.append(
             {
-                "text": f"{code(impl)} is wrong by the probe `{title}` on {cases}: "
+                "text": f"{code(impl)} is wrong by the probe `{title}`, on {code(of_group[0]['case'])} for"
+                " example: "
                 f"{escape(str(of_group[0]['reason']).removeprefix(f'{title}: '))}{again}",
                 "snippet": _snippet(shown, title),
             }
@@ -349,7 +465,7 @@ def _labels(rows: Sequence[Record]) -> list[str]:
 
 def _by_family(rows: Sequence[Record]) -> Table:
     """The worst row of all cases, as a share of its budget, by implementation and probe."""
-    probes = list(dict.fromkeys((p["family"], p["probe"]) for r in rows for p in r["check"]["probes"]))
+    probes = _places(rows)
     lines = []
     for label in _labels(rows):
         line = [code(label)]
@@ -365,7 +481,7 @@ def _by_family(rows: Sequence[Record]) -> Table:
             faults = sum(not p["ok"] for p in mine)
             line.append(f"**{faults} wrong**" if faults else f"{max(shares):.2f}" if shares else "–")
         lines.append(line)
-    names = [family if probe == "values" else f"{family} {probe}" for family, probe in probes]
+    names = [_heading(rows, place) for place in probes]
     return Table(["implementation", *names], "l" + "r" * len(names), lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -9,8 +10,11 @@ import pandas as pd
 from harness import stats
 from harness.render.decisions import leaders, on_devices
 from harness.render.frame import Comparison, impl_of
-from harness.render.text import cases_text, code, join
+from harness.render.text import cases_text, code, join, linked
 from impls.catalog import OURS
+
+DEEP = "deep"
+"""The anchor of the section on what ``splitkv check`` found."""
 
 
 def headline(comparison: Comparison) -> list[str]:
@@ -26,8 +30,9 @@ def headline(comparison: Comparison) -> list[str]:
             "This is a functional run on a CPU: it shows which kernels run and are right, and makes no claim"
             " about speed.",
             f"Within the error budget, of {cases_text(m)}: {join(right)}.",
+            *_in_depth(comparison),
         ]
-    return [_who_leads(comparison), *_against_peers(comparison, ours)]
+    return [_who_leads(comparison), *_against_peers(comparison, ours), *_in_depth(comparison)]
 
 
 def _who_leads(comparison: Comparison) -> str:
@@ -38,6 +43,56 @@ def _who_leads(comparison: Comparison) -> str:
     (best, n), *others = ranked
     rest = f" ({join([f'{code(impl)} on {count}' for impl, count in others])})" if others else ""
     return f"{code(best)} is the fastest, or ties with the fastest, on {n} of {cases_text(m)}{rest}."
+
+
+def _in_depth(comparison: Comparison) -> list[str]:
+    """Who is right in the check before each timing, and in that of ``splitkv check``, where there was one."""
+    rows = comparison.impls
+    if rows["deep"].isna().all():
+        return []
+    before = _faulty(comparison, "status", ("wrong",))
+    first = f"In the check before each timing {before}" if before else "Right in the check before each timing"
+    deeper = linked("deeper check", deep_anchor(comparison))
+    later = _faulty(comparison, "deep", ("wrong", "failed", "invalid"))
+    return [f"{first}; in the {deeper} {later}." if later else f"{first}, and in the {deeper}."]
+
+
+def _faulty(comparison: Comparison, column: str, words: Sequence[str]) -> str:
+    """``a is wrong on 2 of 3 cases and b on 1 of 3``, most cases first; empty where nothing is."""
+    rows = comparison.impls[comparison.impls[column].notna()]
+    told: list[str] = []
+    for word in words:
+        counts = {s: int((rows.loc[rows["label"] == s, column] == word).sum()) for s in comparison.series}
+        verb = word if word == "failed" else f"is {word}"
+        for label in sorted((s for s, n in counts.items() if n), key=lambda s: -counts[s]):
+            m = int((rows["label"] == label).sum())
+            told.append(
+                f"{code(label)} {f'{verb} ' if verb else ''}on {counts[label]} of {m}{'' if told else ' cases'}"
+            )
+            verb = ""
+    return join(told) if told else ""
+
+
+def deep_anchor(comparison: Comparison) -> str | None:
+    """Where a report says what ``splitkv check`` found; a comparison of several studies has no such section."""
+    return DEEP if len(comparison.folders) == 1 else None
+
+
+def faulty_in_depth(rows: pd.DataFrame) -> pd.Series[Any]:
+    """Which rows ``splitkv check`` tried and did not find right."""
+    return rows["deep"].notna() & (rows["deep"] != "ok")
+
+
+def deep_mark(row: Any) -> str:
+    """The mark of a row that is not right in the deeper check; :func:`deep_note` says what it means."""
+    return "†" if row.deep not in (None, "ok") else ""
+
+
+def deep_note(comparison: Comparison, rows: pd.DataFrame) -> str:
+    """What :func:`deep_mark` means, where one of the rows has it."""
+    if not faulty_in_depth(rows).any():
+        return ""
+    return f"† not right in the {linked('deeper check', deep_anchor(comparison))}."
 
 
 def _against_peers(comparison: Comparison, ours: list[str]) -> list[str]:

@@ -30,6 +30,7 @@ from harness.render.rows import (
     PROBLEM_COLUMNS,
     Row,
     add_ratios,
+    deep_checks_of,
     device_of,
     newest,
     profiles_of,
@@ -114,6 +115,7 @@ COLUMNS: Mapping[str, type] = {
     "rel_l2": float,
     "worst_row": float,
     "lse_err": float,
+    "deep": str,
 }
 """The columns of :attr:`Comparison.rows`; floats are NaN and the rest None where there is nothing to say."""
 
@@ -140,6 +142,7 @@ class Comparison:
             ``_high``, and its values round by round in ``_rounds``. What ``profiled_us`` (a call, untraced)
             consists of is from a run of method ``kernels``: the longest kernel in ``main_us``, all others in
             ``others_us``, ``gap_us`` among them and ``between_us`` to the next call, in all ``traced_us``.
+            ``deep`` is the status that ``splitkv check`` gave it, None where that did not try it.
         ceilings: the device's read ceiling in GB/s, by run id.
         folders: what each study is called -> its folder.
     """
@@ -292,7 +295,7 @@ def _read_folder(folder: Path) -> _Found:
     measured = newest(r for r in records if r["kind"] == "measurement")
     if all(record["impl"] == READ_CEILING for record in measured):
         raise RecordError(f"{path}: expected measurements of a case, got {len(records)} other records")
-    profiles = profiles_of(folder)
+    profiles, deep = profiles_of(folder), deep_checks_of(folder)
     rows: list[Row] = []
     ceilings: dict[str, float] = {}
     for record in measured:
@@ -306,7 +309,8 @@ def _read_folder(folder: Path) -> _Found:
         line, device = lines[id(record)], device_of(run)
         parts = profiles.get((record["case"], series_label(record), device), {})
         place = {"case": record["case"], "line": line, "anchor": f"r{line}", "device": device}
-        rows.append(row_of(record) | parts | place | {"sm_count": run["env"].get("sm_count")})
+        told = {"sm_count": run["env"].get("sm_count"), "deep": deep.get((record["case"], series_label(record)))}
+        rows.append(row_of(record) | parts | place | told)
     return _Found(runs, rows, ceilings)
 
 

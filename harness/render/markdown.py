@@ -10,7 +10,7 @@ from harness.record import STREAM_READ
 from harness.render import tables
 from harness.render.captions import CAPTIONS
 from harness.render.figures import FIGURES, Drawn
-from harness.render.findings import headline
+from harness.render.findings import DEEP, headline
 from harness.render.frame import Comparison
 from harness.render.template import Picture, fill
 from harness.render.text import bytes_text, escape, join, versions
@@ -56,6 +56,7 @@ def context(comparison: Comparison, folder: Path) -> dict[str, Any]:
         "headline": headline(comparison),
         "environment_line": _environment_line(comparison),
         "decisions": tables.decisions(comparison),
+        "decisions_note": tables.decisions_note(comparison),
         "summary": tables.summary(comparison),
         "summary_note": _summary_note(comparison),
         "latency_note": _latency_note(comparison),
@@ -66,6 +67,8 @@ def context(comparison: Comparison, folder: Path) -> dict[str, Any]:
         "parts": tables.parts(comparison),
         "support_counts": tables.support_counts(comparison),
         "support": tables.support(comparison),
+        "support_note": tables.support_note(comparison),
+        "deep_anchor": DEEP,
         "reasons": tables.reasons(comparison),
         "cases": tables.cases(comparison),
         "method": _method(comparison),

@@ -14,6 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from scipy.stats import norm
 
 from harness.render import looks
+from harness.render.findings import deep_mark
 from harness.render.frame import Comparison
 from harness.render.groups import Curve, by_case, curves_of, thinned
 from harness.render.looks import ALARM_COLOUR, BOUND_COLOUR, WORD_COLOURS
@@ -244,7 +245,8 @@ def support(comparison: Comparison) -> Figure | None:
     size = looks.word_size(len(comparison.shown), 8)
 
     def look(row: Any) -> tuple[Any, dict[str, Any]]:
-        return WORD_COLOURS[row.status], {"s": row.status, "fontsize": size, "color": "#1A1A1A"}
+        said = {"s": row.status + deep_mark(row), "fontsize": size, "color": "#1A1A1A"}
+        return WORD_COLOURS[row.status], said
 
     draw_matrix(comparison, ax, cases, look)
     return figure

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from harness import cost, stats
-from harness.record import READ_CEILING, STREAM_READ, Record, RecordError, read, records_file, series_label
+from harness.record import (
+    CHECKS_FILE,
+    READ_CEILING,
+    STREAM_READ,
+    Record,
+    RecordError,
+    read,
+    records_file,
+    series_label,
+)
 from impls.catalog import ABLATIONS, OURS
 from impls.problem import DecodeProblem
 
@@ -97,6 +106,20 @@ def profiles_of(folder: Path) -> dict[tuple[str, str, str], Row]:
                 "kernel_names": tuple(kernel["name"] for kernel in found["kernels"]),
             }
     return profiles
+
+
+def deep_checks_of(folder: Path) -> dict[tuple[str, str], str]:
+    """(case, label) -> what ``splitkv check`` said, from the folder's ``checks.jsonl``: ``wrong`` if it ever did.
+
+    What could not be tried, for want of a library or of support, is left out.
+    """
+    path = folder / CHECKS_FILE
+    found: dict[tuple[str, str], str] = {}
+    for record in read(path) if path.is_file() else ():
+        if record["kind"] == "check" and record["status"] not in ("unsupported", "unavailable"):
+            key = (record["case"], series_label(record))
+            found[key] = record["status"] if found.get(key, "ok") == "ok" else found[key]
+    return found
 
 
 def _settings(config: Mapping[str, Any]) -> str | None:

@@ -20,7 +20,15 @@ from harness.render.decisions import (
     share_text,
     splits_text,
 )
-from harness.render.findings import against_peer, mean_text, passed, reconciled
+from harness.render.findings import (
+    against_peer,
+    deep_anchor,
+    deep_mark,
+    deep_note,
+    mean_text,
+    passed,
+    reconciled,
+)
 from harness.render.frame import WORDS, Comparison, each, impl_of
 from harness.render.groups import curves_of
 from harness.render.template import Table
@@ -61,7 +69,7 @@ def decisions(comparison: Comparison) -> Table | None:
         if best is None:
             line += ["nothing has a time", *[ABSENT] * 4]
         else:
-            line += [code(best.impl), splits_text(best) + against_own_text(decision)]
+            line += [code(best.impl) + deep_mark(best), splits_text(best) + against_own_text(decision)]
             line += [linked(us_text(best.us), best.anchor), share_text(best), margin_text(decision)]
         lines.append([*line, _shape(case)])
     header = [
@@ -84,7 +92,14 @@ def _shape(row: Any) -> str:
 def summary(comparison: Comparison) -> Table:
     """A row an implementation (and device): counts, geometric means, errors, compiling and planning."""
     speed, several = not comparison.functional, len(comparison.devices) > 1
-    header = ["implementation", *(["device"] if several else []), "ok"]
+    deep = bool(comparison.impls["deep"].notna().any())
+    header = [
+        "implementation",
+        *(["device"] if several else []),
+        "ok",
+        *(["ok in the deeper check"] if deep else []),
+    ]
+    anchor = deep_anchor(comparison)
     if speed:
         header += [
             "fastest on",
@@ -95,17 +110,31 @@ def summary(comparison: Comparison) -> Table:
             "lowest % of bound",
         ]
     header += ["worst row ÷ budget", "compile ms, longest", "plan µs, median"]
-    lines = [
-        _summary_line(rows[rows["label"] == label], label, m, device if several else None, speed=speed)
-        for label in comparison.shown
-        for device, rows, m in on_devices(comparison)
-    ]
+    lines = []
+    for label in comparison.shown:
+        for device, rows, m in on_devices(comparison):
+            mine = rows[rows["label"] == label]
+            deeply = [_deeply(mine, anchor)] if deep else []
+            lines.append(_summary_line(mine, label, m, device if several else None, deeply, speed=speed))
     return Table(header, "l" * (2 if several else 1) + "r" * (len(header) - (2 if several else 1)), lines)
 
 
-def _summary_line(mine: pd.DataFrame, label: str, m: int, device: str | None, *, speed: bool) -> list[str]:
+def _deeply(mine: pd.DataFrame, anchor: str | None) -> str:
+    """On how many of the cases that the deeper check tried it is right; bold where not on all."""
+    tried = mine["deep"].dropna()
+    right = int((tried == "ok").sum())
+    if tried.empty:
+        return ABSENT
+    text = linked(f"{right} of {len(tried)}", anchor)
+    return text if right == len(tried) else f"**{text}**"
+
+
+def _summary_line(
+    mine: pd.DataFrame, label: str, m: int, device: str | None, deeply: Sequence[str], *, speed: bool
+) -> list[str]:
     line = [code(label), *([escape(device)] if device is not None else [])]
     line.append(linked(f"{passed(mine, label)} of {m}", MEASUREMENTS))
+    line += deeply
     if speed:
         line += [
             f"{int((mine['slowdown'] == 1.0).sum())} of {m}",
@@ -252,6 +281,7 @@ def support(comparison: Comparison) -> Table:
     """The status of every series on every case; the longer of the two goes down."""
     cells = {
         (row.case, row.label): linked(row.status if row.status == "ok" else f"**{row.status}**", row.anchor)
+        + deep_mark(row)
         for row in each(comparison.impls)
     }
     if len(comparison.series) <= len(comparison.cases):
@@ -259,6 +289,17 @@ def support(comparison: Comparison) -> Table:
         return Table(["case", *map(code, comparison.series)], "l" + "c" * len(comparison.series), lines)
     lines = [[code(s), *(cells[case, s] for case in comparison.cases)] for s in comparison.series]
     return Table(["implementation", *map(code, comparison.cases)], "l" + "c" * len(comparison.cases), lines)
+
+
+def decisions_note(comparison: Comparison) -> str:
+    """What the mark of an implementation in :func:`decisions` means, where one has it."""
+    best = {decision.best.anchor for decision in decide(comparison) if decision.best is not None}
+    return deep_note(comparison, comparison.impls[comparison.impls["anchor"].isin(best)])
+
+
+def support_note(comparison: Comparison) -> str:
+    """What the mark of a cell in :func:`support` means, where one has it."""
+    return deep_note(comparison, comparison.impls)
 
 
 def support_counts(comparison: Comparison) -> str:

@@ -162,7 +162,7 @@ def test_a_study_says_how_far_right_answers_are_apart(tmp_path: Path) -> None:
     deep = deep_check(tmp_path)
     assert deep is not None
     assert deep["note"] == "2 cases, 5 checks, 1 wrong (`c` on 1)."
-    assert deep["families"].header == ["implementation", "normal", "normal memory"]
+    assert deep["families"].header == ["implementation", "normal", "memory"]
     assert deep["families"].rows == [
         ["`a num_splits=8`", "0.40", "0.40"],
         ["`b`", "0.40", "0.40"],
@@ -175,13 +175,16 @@ def test_a_study_says_how_far_right_answers_are_apart(tmp_path: Path) -> None:
     assert deep["determinism"].rows == [["`a num_splits=8`", "0", "7", "–"], ["`b`", "0", "7", "–"]]
 
 
-def test_a_wrong_answer_is_told_with_what_repeats_it_on_the_least_problem(tmp_path: Path) -> None:
+def test_a_wrong_answer_is_told_with_what_repeats_it_on_the_smallest_failing_problem(tmp_path: Path) -> None:
     fault = check("case", "b", status="wrong", check={**OVER, "family": "normal memory", "probes": [], "pairs": []})
     record.append(tmp_path / CHECKS_FILE, RUN, fault)
     deep = deep_check(tmp_path)
     assert deep is not None
     (told,) = deep["faults"]
-    assert told["text"] == "`b` is wrong by the probe `normal memory` on `case`: row (sequence 0, head 1): over"
+    assert (
+        told["text"]
+        == "`b` is wrong by the probe `normal memory`, on `case` for example: row (sequence 0, head 1): over"
+    )
     assert "kv_lens=(63, 0), heads_q=2" in told["snippet"]
 
     least = {**fault, "case": "case: normal memory", "config": {"role": "finding", "probe": "normal memory"}}
@@ -190,7 +193,7 @@ def test_a_wrong_answer_is_told_with_what_repeats_it_on_the_least_problem(tmp_pa
     deep = deep_check(tmp_path)
     assert deep is not None
     (told,) = deep["faults"]
-    assert told["text"].endswith("; the least problem:")
+    assert told["text"].endswith("; smallest failing problem:")
     assert "kv_lens=(1, 1), heads_q=2" in told["snippet"]
     compile(told["snippet"], "snippet", "exec")
 
@@ -198,3 +201,67 @@ def test_a_wrong_answer_is_told_with_what_repeats_it_on_the_least_problem(tmp_pa
     deep = deep_check(tmp_path)
     assert deep is not None
     assert deep["faults"][0]["text"].endswith("; right when tried again")
+
+
+@pytest.mark.parametrize(
+    ("probe", "numbers", "clean", "meaning"),
+    [
+        (
+            "values",
+            {"worst_element": 1.8},
+            True,
+            "off by up to 1.80 times the rounding that the dtype makes unavoidable",
+        ),
+        (
+            "values",
+            {"worst_row": 500.0, "rel_row": 5.5},
+            True,
+            "off by up to 500 budgets, a row by up to 550 % of its own size",
+        ),
+        ("values", {"worst_element": 174.0}, True, "single elements are off by up to 174 times"),
+        ("graph", {"worst_row": 3.0}, True, "makes unavoidable, only when replayed from a CUDA graph"),
+        ("graph", {"worst_row": 3.0}, False, "makes unavoidable"),
+        (
+            "memory",
+            {"finite": False, "reason": "expected finite values"},
+            True,
+            "reach its output; with finite numbers",
+        ),
+        (
+            "memory",
+            {"finite": False, "reason": "expected finite values"},
+            False,
+            "rows that do not belong to a sequence",
+        ),
+        (
+            "memory",
+            {"reason": "memory: expected the same bits"},
+            True,
+            "within the budgets, and wrong in what else",
+        ),
+        (
+            "values",
+            {"finite": False, "reason": "out: expected shape"},
+            True,
+            "cannot be compared with the reference",
+        ),
+    ],
+)
+def test_what_a_wrong_answer_means_follows_from_its_probe_and_numbers(
+    tmp_path: Path, probe: str, numbers: dict[str, Any], clean: bool, meaning: str
+) -> None:
+    numbers = {**NUMBERS, "rel_row": 0.002, "finite": True, "reason": "row: over", **numbers}
+    probes = [{"family": "normal", "probe": probe, "ok": False, **numbers}]
+    if clean and probe != "values":
+        probes.insert(0, {"family": "normal", "probe": "values", "ok": True, **NUMBERS})
+    record.append(tmp_path / CHECKS_FILE, RUN, check("one", "a", status="wrong", check={**OVER, "probes": probes}))
+    deep = deep_check(tmp_path)
+    assert deep is not None
+    assert deep["probes"][0].startswith(
+        "`normal`: zero-mean" if clean or probe == "values" else f"`{probe}` (inputs:"
+    )
+    [line] = deep["wrong"].rows
+    assert line[:3] == ["`a`", "normal" if probe == "values" else probe, "1 of 1"]
+    assert meaning in line[7]
+    assert clean or not line[7].endswith("right")
+    assert line[8] == "`one`"

@@ -27,6 +27,22 @@ from impls.catalog import IMPLS
 from impls.problem import DecodeProblem
 from tests.harness import fake_records as fake
 
+FAULT: Mapping[str, Any] = {
+    **dict.fromkeys(("rel_l2", "worst_row", "lse_err", "worst_element", "worst_lse", "rel_row"), 1.5),
+    "finite": True,
+    "pairs": [],
+    "probes": [
+        {
+            **dict.fromkeys(("rel_l2", "worst_row", "lse_err", "worst_element", "worst_lse", "rel_row"), 1.5),
+            "family": "normal",
+            "probe": "values",
+            "ok": False,
+            "finite": True,
+            "reason": "off",
+        }
+    ],
+}
+RIGHT: Mapping[str, Any] = {"probes": [{**FAULT["probes"][0], "ok": True, "reason": None}]}
 SWEEP: Mapping[str, DecodeProblem] = {f"b{b}_4k": fake.problem([4096] * b) for b in (1, 4, 16, 64)}
 
 
@@ -112,6 +128,26 @@ def test_uneven_batches_state_the_largest_split_count(tmp_path: Path) -> None:
     render_study([folder])
     assert "| 2 sequences, 8,256 in all, longest 8,192 |" in text_of(folder)
     assert "| auto: up to 8 |" in text_of(folder)
+
+
+def test_what_the_deeper_check_found_wrong_stands_at_the_top(tmp_path: Path) -> None:
+    records = fake.gpu_records({name: fake.GPU_CASES[name] for name in ("b1_1k", "b1_8k")})
+    folder = fake.write(tmp_path / "study", records)
+    for r in [r for r in records if r.get("impl") in ("triton-splitkv", "flash-attn-3")]:
+        bad = (r["case"], r["impl"]) == ("b1_8k", "triton-splitkv")
+        told = {"status": "wrong", "reason": "normal: off", "check": FAULT} if bad else {"check": FAULT | RIGHT}
+        rec.append(folder / rec.CHECKS_FILE, r | {"kind": "check", "timing": None} | told)
+    render_study([folder])
+    text = text_of(folder)
+    told = "in the [deeper check](#deep) `triton-splitkv` is wrong on 1 of 2 cases."
+    assert f"\nRight in the check before each timing; {told}\n" in text
+    assert '<a id="deep"></a>\n\n## Checked in depth' in text
+    assert re.search(r"\| `triton-splitkv` \| \[2 of 2\]\(#measurements\) \| \*\*\[1 of 2\]\(#deep\)\*\* \|", text)
+    assert re.search(r"\| `flash-attn-3` \| \[2 of 2\]\(#measurements\) \| \[2 of 2\]\(#deep\) \|", text)
+    assert re.search(r"\| `torch-sdpa` \| \[2 of 2\]\(#measurements\) \| – \|", text), "which was not tried"
+    assert len(re.findall(r"\[ok\]\(#r\d+\)†", section(text, "Support"))) == 1
+    assert "| `triton-splitkv`† |" in section(text, "What to run")
+    assert section(text, "What to run").endswith("† not right in the [deeper check](#deep).\n\n")
 
 
 # Figures and captions
