@@ -47,7 +47,7 @@ SPACE: Space = (
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of the split kernel: everything it is compiled for besides heads, head dim and dtype."""
+    """The shape of the split kernel: everything it is compiled for besides heads, head dim, dtype and cluster."""
 
     block_h: int
     block_n: int
@@ -61,7 +61,7 @@ def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, S
     ``block_h`` is the group of query heads that shares a KV head, padded to the 16 rows of an ``mma`` (over 64:
     several tiles); the C target has no such unit and takes the group as it is. ``block_n`` is the longest tile,
     up to 128 keys, of which two fit the machine's ring, and ``num_stages`` is how many of it fit. ``threads``:
-    128, or as few as leave each part :data:`PART_KEYS` keys of a shorter tile.
+    128, or, where that would leave the parts of a short tile under :data:`PART_KEYS` keys each, as many as do not.
 
     Raises:
         ValueError: for a choice out of range, or one that leaves a part fewer keys.
@@ -92,15 +92,19 @@ def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, S
 
 
 def tile_bytes(machine: Machine, problem: DecodeProblem, tile: Tile) -> int:
-    """Bytes of shared memory that the split kernel of a CUDA machine takes, known without compiling it."""
-    row_bytes = machine.padded(problem.head_dim) * problem.element_bytes
+    """Bytes of dynamic shared memory that the split kernel of a CUDA machine takes, known without compiling it.
+
+    K, V and Q; at the end each row's float32 output, maximum and sum are laid over them, and may need more.
+    """
+    dim = machine.padded(problem.head_dim)
     rows = machine.parts(tile.block_h, tile.threads) * tile.block_h
-    return (2 * tile.num_stages * tile.block_n + rows) * row_bytes
+    read = (2 * tile.num_stages * tile.block_n + rows) * dim * problem.element_bytes
+    return max(read, 4 * rows * (dim + 8 + 2))
 
 
 def head_rows(group: int, block_h: int) -> int:
-    """Rows that hold the heads of a tile, once its parts are merged: a power of 2."""
-    return 1 << (min(group, block_h) - 1).bit_length()
+    """Rows that hold the heads of a tile, once its parts are merged: a power of 2, but no more than ``block_h``."""
+    return min(block_h, 1 << (min(group, block_h) - 1).bit_length())
 
 
 def choose_cluster(

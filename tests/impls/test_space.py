@@ -101,7 +101,7 @@ def test_triton_allots_the_shared_memory_that_was_predicted() -> None:
         assert predicted == allotted, tile
 
 
-@pytest.mark.parametrize("shape", [(16, 128, 2, 128), (64, 64, 3, 128), (16, 128, 2, 256)])
+@pytest.mark.parametrize("shape", [(16, 128, 2, 128), (64, 64, 3, 128), (16, 128, 2, 256), (64, 32, 1, 128)])
 def test_tilelang_allots_the_shared_memory_that_was_predicted(shape: tuple[int, int, int, int]) -> None:
     problem = DecodeProblem(kv_lens=(8192,), heads_q=28, heads_kv=4, head_dim=128)
     machine, tile = tilelang_splitkv.MACHINES["sm_90a"], tilelang_splitkv.Tile(*shape)

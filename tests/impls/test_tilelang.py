@@ -91,8 +91,20 @@ def test_a_tile_too_short_for_its_parts_is_refused() -> None:
         tilelang_splitkv.choose_tile(tilelang_splitkv.MACHINES["sm_90a"], problem, choice)
 
 
+@pytest.mark.parametrize("machine", list(tilelang_splitkv.MACHINES))
+@pytest.mark.parametrize("group", [1, 3, 7, 16, 24, 48, 70])
+def test_the_rows_that_hold_the_heads_are_rows_of_the_tile(machine: str, group: int) -> None:
+    """On a CPU, where a tile has just its heads, a power of two would be read past the end."""
+    target = tilelang_splitkv.MACHINES[machine]
+    problem = DecodeProblem(kv_lens=(100,), heads_q=group, heads_kv=1, head_dim=64)
+    block_h = tilelang_splitkv.choose_tile(target, problem, tilelang_splitkv.TUNING).block_h
+    rows = tilelang_splitkv.head_rows(group, block_h)
+    assert min(group, block_h) <= rows <= block_h
+    assert target.target == "c" or rows & (rows - 1) == 0
+
+
 @pytest.mark.parametrize("block_h", [16, 32, 64])
-def test_no_warp_waits_for_another_inside_of_a_tile(block_h: int) -> None:
+def test_a_row_of_scores_lies_in_one_warp(block_h: int) -> None:
     """P stays in registers, and a row's maximum lies in four threads of one warp."""
     source = lower(tilelang_splitkv, "sm_80", block_h=block_h)
     assert "bfloat16_t P[" in source
