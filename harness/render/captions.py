@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from harness.render.decisions import paired
-from harness.render.findings import deep_note, passed, reconciled
+from harness.render.findings import deep_note, own_counts, passed, reconciled
 from harness.render.frame import Comparison, each
 from harness.render.groups import (
     ABOUT_EQUAL,
@@ -81,7 +80,7 @@ def memory_text(comparison: Comparison) -> str:
 
 
 def _slowdown(comparison: Comparison) -> str:
-    rows = comparison.impls
+    rows = comparison.impls[comparison.impls["label"].isin(comparison.shown)]
     fastest = rows.loc[rows["slowdown"] == 1.0, "impl"].value_counts()
     order = list(dict.fromkeys(rows["impl"]))
     counts = [f"{code(impl)} on {fastest[impl]}" for impl in order if impl in fastest]
@@ -91,8 +90,8 @@ def _slowdown(comparison: Comparison) -> str:
 def _slowdown_reading(comparison: Comparison) -> str:
     rows = comparison.impls
     text = "A cell is latency over that of the case's fastest, paired by round; grey cells tie with it."
-    if len(comparison.shown) < len(comparison.series):
-        text += " The fastest may be one with a fixed split count, which has no column here."
+    if comparison.has_fixed:
+        text += " Each chooses its splits by itself here."
     if (rows["slowdown"].notna() & rows["splits_note"].notna()).any():
         text += " * a note on its splits stands under the table of latencies."
     return text
@@ -127,24 +126,11 @@ def _latency_reading(comparison: Comparison) -> str:
 
 
 def _splits(comparison: Comparison) -> str:
-    curves = [curve for curve in curves_of(comparison) if curve.own is not None]
-    if not curves:
-        best = [curve.best for curve in curves_of(comparison)]
-        told = [f"{row.asked_splits} ({code(row.case)}, {code(row.impl)})" for row in best]
-        return f"Best fixed counts: {join(told)}."
-    ratios = [(ratio.median, curve) for curve in curves if (ratio := paired(curve.own, curve.best)) is not None]
-    near = sum(ratio <= 1 + comparison.smallest_effect for ratio, _ in ratios)
-    worst, curve = max(ratios, key=lambda pair: pair[0])
-    text = (
-        f"The default's own choice is within {100 * comparison.smallest_effect:g} % of the best fixed count, or"
-        f" ahead of it, on {near} of {len(ratios)} curves"
-    )
-    if worst <= 1 + comparison.smallest_effect:
-        return text + "."
-    return text + (
-        f"; at worst it takes {100 * (worst - 1):.1f} % longer ({code(curve.family)} on {code(curve.case)}, where"
-        f" {curve.best.asked_splits} is best)."
-    )
+    if said := own_counts(comparison):
+        return said
+    best = [curve.best for curve in curves_of(comparison)]
+    told = [f"{row.asked_splits} ({code(row.case)}, {code(row.impl)})" for row in best]
+    return f"Best fixed counts: {join(told)}."
 
 
 def _splits_reading(comparison: Comparison) -> str:

@@ -11,7 +11,8 @@ import pandas as pd
 
 from harness import stats
 from harness.render.frame import Comparison, each, impl_of
-from harness.render.text import ABSENT, code, join, linked, number_text
+from harness.render.text import ABSENT, code, join, linked, number_text, percent_text
+from impls.catalog import ABLATIONS, OURS
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,9 @@ class Decision:
 
     Args:
         case: the case.
-        best: the row to run: the fastest, or its implementation's own choice of splits where that ties with it.
-            None where nothing has a time.
+        best: the row to run: the fastest of any split count; where that ties with it, one of this project's
+            kernels rather than an ablation, and an implementation's own choice of splits. None where nothing has a
+            time.
         own: the row of the same implementation with its own choice, where ``best`` is another one.
         next: the fastest row of another implementation, None where there is none.
         margin: the time of ``next`` over that of ``best``.
@@ -41,7 +43,7 @@ def decide(comparison: Comparison) -> list[Decision]:
     if comparison.functional:
         return []
     by_case: dict[str, list[Any]] = {case: [] for case in comparison.cases}
-    for row in each(comparison.impls[comparison.impls["slowdown"].notna()]):
+    for row in each(comparison.impls[comparison.impls["us"].notna()]):
         by_case[row.case].append(row)
     return [_decide(case, rows, comparison.smallest_effect) for case, rows in by_case.items()]
 
@@ -50,10 +52,15 @@ def _decide(case: str, rows: Sequence[Any], smallest: float) -> Decision:
     if not rows:
         return Decision(case)
     best, *others = sorted(rows, key=lambda row: float(row.us))
+    if best.impl in ABLATIONS:
+        alike = [row for row in others if row.impl in OURS and _tied(row, best, smallest)]
+        if alike:  # what the project recommends, before what it tries with one choice undone
+            first = min(alike, key=lambda row: OURS.index(row.impl))
+            best, others = first, [best, *(row for row in others if row is not first)]
     own = None
     if best.asked_splits is not None:
         own = next((row for row in others if row.family == best.family and row.asked_splits is None), None)
-        if own is not None and own.tied is True:
+        if own is not None and _tied(own, best, smallest):
             best, own = own, None
     fastest: dict[str, Any] = {}
     for row in others:
@@ -63,6 +70,11 @@ def _decide(case: str, rows: Sequence[Any], smallest: float) -> Decision:
     ties = tuple(impl for impl, ratio in ratios.items() if stats.verdict(ratio, smallest) == stats.TIE)
     after = next((fastest[impl] for impl in ratios), None)
     return Decision(case, best, own, after, None if after is None else ratios[after.impl], ties)
+
+
+def _tied(row: Any, other: Any, smallest: float) -> bool:
+    ratio = paired(row, other)
+    return ratio is not None and stats.verdict(ratio, smallest) == stats.TIE
 
 
 def splits_text(row: Any) -> str:
@@ -78,20 +90,21 @@ def splits_text(row: Any) -> str:
 
 def against_own_text(decision: Decision) -> str:
     """What the implementation's own choice of splits costs against a better fixed count."""
-    own = decision.own
-    return "" if own is None else f" ({splits_text(own)} takes {100 * (own.slowdown - 1):.1f} % longer)"
+    own, best = decision.own, decision.best
+    ratio = None if own is None else paired(own, best)
+    return "" if ratio is None else f" ({splits_text(own)} takes {percent_text(ratio.median)} % longer)"
 
 
 def margin_text(decision: Decision) -> str:
-    """By how much the next implementation takes longer, with its interval; or with whom it is a tie."""
+    """How much slower the next implementation is, with the interval; or with whom it is a tie."""
     row, margin = decision.next, decision.margin
     if row is None or margin is None:
         return "nothing to compare with"
-    low, high = 100 * (margin.low - 1), 100 * (margin.high - 1)
-    by = linked(f"{100 * (margin.median - 1):.1f} % [{low:.1f}, {high:.1f}]", row.anchor)
+    low, high = percent_text(margin.low), percent_text(margin.high)
     if decision.ties:
+        by = linked(f"{low} to {high} %", row.anchor)
         return f"**tie** with {join([code(impl) for impl in decision.ties])} ({by})"
-    return f"{by} over {code(row.label)}"
+    return f"{linked(f'{percent_text(margin.median)} % [{low}, {high}]', row.anchor)}: {code(row.label)}"
 
 
 def share_text(row: Any) -> str:
@@ -100,8 +113,10 @@ def share_text(row: Any) -> str:
 
 
 def leaders(comparison: Comparison) -> list[tuple[str, int]]:
-    """Implementation -> on how many cases it is the fastest or ties with it, most first; without those on none."""
-    rows = comparison.impls[comparison.impls["slowdown"].notna()]
+    """Implementation -> on how many cases it is the fastest or ties with it, most first; without those on none.
+
+    By their own choice of splits, where they are here with one."""
+    rows = comparison.impls[comparison.impls["slowdown"].notna() & comparison.impls["label"].isin(comparison.shown)]
     leads = rows[(rows["slowdown"] == 1.0) | rows["tied"].eq(True)]
     counts = leads.groupby("impl", sort=False)["case"].nunique()
     order = list(dict.fromkeys(impl_of(label) for label in comparison.series))

@@ -8,17 +8,23 @@ from typing import Any
 import pandas as pd
 
 from harness import stats
-from harness.render.decisions import leaders, on_devices
+from harness.render.decisions import leaders, on_devices, paired, splits_text
 from harness.render.frame import Comparison, impl_of
-from harness.render.text import cases_text, code, join, linked
-from impls.catalog import OURS
+from harness.render.groups import curves_of
+from harness.render.text import cases_text, code, join, linked, percent_text
+from impls.catalog import ABLATIONS, OURS
+
+FEW_PEERS = 3
+"""From so many peers on, a sentence does not name them."""
 
 DEEP = "deep"
 """The anchor of the section on what ``splitkv check`` found."""
 
 
 def headline(comparison: Comparison) -> list[str]:
-    """The answer in two sentences, from the verdicts, with counts and directions."""
+    """The answer in a few sentences, from the verdicts, with counts and directions.
+
+    A study of split counts begins with those; then who is fastest, how far ahead of peers, and who is right."""
     rows = comparison.impls
     m = len(comparison.cases)
     ours = [label for label in comparison.shown if impl_of(label) in OURS]
@@ -32,7 +38,8 @@ def headline(comparison: Comparison) -> list[str]:
             f"Within the error budget, of {cases_text(m)}: {join(right)}.",
             *_in_depth(comparison),
         ]
-    return [_who_leads(comparison), *_against_peers(comparison, ours), *_in_depth(comparison)]
+    about = [said] if (said := own_counts(comparison)) else []
+    return [*about, _who_leads(comparison), *_against_peers(comparison, ours), *_in_depth(comparison)]
 
 
 def _who_leads(comparison: Comparison) -> str:
@@ -42,7 +49,47 @@ def _who_leads(comparison: Comparison) -> str:
         return f"Nothing has a time on any of {cases_text(m)}."
     (best, n), *others = ranked
     rest = f" ({join([f'{code(impl)} on {count}' for impl, count in others])})" if others else ""
-    return f"{code(best)} is the fastest, or ties with the fastest, on {n} of {cases_text(m)}{rest}."
+    how = "By its own choice of splits, " if comparison.has_fixed else ""
+    return f"{how}{code(best)} is the fastest, or ties with the fastest, on {n} of {cases_text(m)}{rest}."
+
+
+def _best_peer(comparison: Comparison) -> str:
+    """Whom a ratio holds our kernels against, by name where there are few."""
+    names = peers_of(comparison)
+    if len(names) >= FEW_PEERS:
+        return "the best peer of each case"
+    which = (
+        code(names[0]) if len(names) == 1 else f"the faster of {join([code(name) for name in names])} on each case"
+    )
+    counts = " at its fastest split count" if comparison.has_fixed else ""
+    return f"{which}{counts}, the only peer{'s' if len(names) > 1 else ''} in this study"
+
+
+def peers_of(comparison: Comparison) -> list[str]:
+    """The implementations with a time that this project did not write."""
+    rows = comparison.impls[comparison.impls["us"].notna()]
+    return [impl for impl in dict.fromkeys(rows["impl"]) if impl not in (*OURS, *ABLATIONS)]
+
+
+def own_counts(comparison: Comparison) -> str:
+    """How good the split counts are that implementations choose; empty without several fixed ones to compare."""
+    curves = [curve for curve in curves_of(comparison) if curve.own is not None]
+    ratios = [(ratio.median, curve) for curve in curves if (ratio := paired(curve.own, curve.best)) is not None]
+    if not ratios:
+        return ""
+    smallest = comparison.smallest_effect
+    near = sum(ratio <= 1 + smallest for ratio, _ in ratios)
+    worst, curve = max(ratios, key=lambda pair: pair[0])
+    text = (
+        f"The split count that an implementation chooses by itself is within {100 * smallest:g} % of the best fixed"
+        f" count tried, or ahead of it, on {near} of {len(ratios)} (implementation, case) pairs"
+    )
+    if worst <= 1 + smallest:
+        return f"{text}."
+    return (
+        f"{text}; the worst takes {percent_text(worst)} % longer ({code(curve.family)} on {code(curve.case)}:"
+        f" {splits_text(curve.own)}, where {curve.best.asked_splits} is best)."
+    )
 
 
 def _in_depth(comparison: Comparison) -> list[str]:
@@ -104,7 +151,7 @@ def _against_peers(comparison: Comparison, ours: list[str]) -> list[str]:
         known = [text for text in told if text]
         if known:
             where = f"On {device}, against" if several else "Against"
-            sentences.append(f"{where} the best peer of each case, in speed (geometric mean): {join(known)}.")
+            sentences.append(f"{where} {_best_peer(comparison)}, in speed (geometric mean): {join(known)}.")
     if not sentences and ours:
         counts = [f"{code(label)} is ok on {passed(comparison.impls, label)}" for label in ours]
         sentences.append(f"With no peer to compare, of {cases_text(len(comparison.cases))}: {join(counts)}.")
@@ -134,13 +181,13 @@ def against_peer(row: Any) -> str:
     """What may be said of an implementation beside its best peer, from a row that has a verdict."""
     if row.verdict == stats.TIE:
         low, high = 100 * (row.ahead_low - 1), 100 * (row.ahead_high - 1)
-        return f"tie with {code(row.peer)} ({low:+.1f} to {high:+.1f} %)"
-    # By how much the slower of the two takes longer, whichever it is.
+        return f"tie with {code(row.peer)} ({low:+z.1f} to {high:+z.1f} %)"
+    # How much more time the slower of the two takes, whichever it is.
     low, by, high = row.ahead_low, row.ahead, row.ahead_high
     if row.verdict == stats.SLOWER:
         low, by, high = 1 / high, 1 / by, 1 / low
-    span = f"[{100 * (low - 1):.1f}, {100 * (high - 1):.1f}]"
-    return f"**{row.verdict}** than {code(row.peer)} by {100 * (by - 1):.1f} % {span}"
+    span = f"[{percent_text(low)}, {percent_text(high)}]"
+    return f"**{row.verdict}** than {code(row.peer)} by {percent_text(by)} % {span}"
 
 
 def passed(rows: pd.DataFrame, label: str) -> int:

@@ -7,9 +7,9 @@ Ratios are formed inside one run, case, method and cache state, and nowhere else
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from harness.render.rows import (
     deep_checks_of,
     device_of,
     newest,
+    own_choices,
     profiles_of,
     row_of,
     smallest_effect,
@@ -136,7 +137,7 @@ class Comparison:
             without it. Times are µs (``us`` is a median, ``us_low`` and ``us_high`` its
             95 % interval) and are there for status ``ok`` alone; sizes are bytes. ``share`` is the bound's
             time over this one, in %; ``slowdown`` this time over that of the case's fastest
-            implementation, and ``tied`` whether :func:`harness.stats.verdict` calls that a tie; ``ahead``
+            among :attr:`shown`, and ``tied`` whether :func:`harness.stats.verdict` calls that a tie; ``ahead``
             the time of the case's fastest ``peer`` over this one, for the kernels of this project, and
             ``verdict`` what that makes this one. Each of the three has its interval in ``_low`` and
             ``_high``, and its values round by round in ``_rounds``. What ``profiled_us`` (a call, untraced)
@@ -165,16 +166,25 @@ class Comparison:
         """The rows of implementations."""
         return self.rows[self.rows["role"] == "impl"]
 
+    @cached_property
+    def _first(self) -> list[dict[Hashable, Any]]:
+        """The first row of each series."""
+        columns = ["label", "family", "asked_splits", "role"]
+        return self.impls.drop_duplicates("label")[columns].to_dict("records")
+
     @property
     def shown(self) -> tuple[str, ...]:
         """The series of a figure: without fixed split counts of what is also here with its own choice.
 
         Those have figures and tables of their own; :attr:`series` has all.
         """
-        first = self.impls.drop_duplicates("label").set_index("label")
-        own_choice = set(first.loc[first["asked_splits"].isna(), "family"])
-        fixed = first["asked_splits"].notna() & first["family"].isin(own_choice)
-        return tuple(label for label in self.series if not fixed[label])
+        chosen = own_choices(self._first)
+        return tuple(label for label in self.series if label in chosen)
+
+    @property
+    def has_fixed(self) -> bool:
+        """Whether something is here at fixed split counts beside its own choice."""
+        return len(self.shown) < len(self.series)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -246,7 +256,7 @@ def load(folders: Sequence[Path]) -> Comparison:
     cases = tuple(sorted(first, key=lambda case: int(first[case]["kv_bytes"])))
     series = _series(rows)
     rows = _in_order(rows, first, cases, series)
-    add_ratios(rows, {run_id: smallest_effect(run) for run_id, run in runs.items()})
+    add_ratios(rows, {run_id: smallest_effect(run) for run_id, run in runs.items()}, own_choices(rows))
     used = {row["run_id"] for row in rows}
     return Comparison(
         name=" + ".join(names),

@@ -10,10 +10,10 @@ from harness.record import STREAM_READ
 from harness.render import tables
 from harness.render.captions import CAPTIONS
 from harness.render.figures import FIGURES, Drawn
-from harness.render.findings import DEEP, headline
+from harness.render.findings import DEEP, FEW_PEERS, headline, peers_of
 from harness.render.frame import Comparison
 from harness.render.template import Picture, fill
-from harness.render.text import bytes_text, escape, join, versions
+from harness.render.text import bytes_text, code, escape, join, versions
 from harness.stats import CONFIDENCE
 
 METHODS: Mapping[str, str] = {
@@ -55,6 +55,7 @@ def context(comparison: Comparison, folder: Path) -> dict[str, Any]:
         "title": f"{escape(comparison.name)}: split-KV decode attention compared",
         "headline": headline(comparison),
         "environment_line": _environment_line(comparison),
+        "has_fixed": comparison.has_fixed,
         "decisions": tables.decisions(comparison),
         "decisions_note": tables.decisions_note(comparison),
         "summary": tables.summary(comparison),
@@ -116,12 +117,16 @@ def _environment_line(comparison: Comparison) -> str:
 def _summary_note(comparison: Comparison) -> str:
     if comparison.functional:
         return ""
+    names, fixed = peers_of(comparison), " Each chooses its splits by itself." if comparison.has_fixed else ""
+    peers = f" (here {join([code(name) for name in names])})" if 0 < len(names) < FEW_PEERS else ""
+    if comparison.has_fixed:
+        peers += ", at its fastest split count"
     return (
         "Means are over the cases in which the row and what it is divided by are both `ok`, n of m as stated, with"
-        f" {round(100 * CONFIDENCE)} % intervals. A peer is an implementation that this project did not write;"
-        " below 1 × ahead it is faster. Ratios are formed inside one run and case only, and paired by round."
-        " Compiling is the longest first plan of any case; where a cache on disk holds the kernel already, nothing"
-        " is compiled in it."
+        f" {round(100 * CONFIDENCE)} % intervals. A peer is an implementation that this project did not write"
+        f"{peers}; below 1 × ahead it is faster. Ratios are formed inside one run and case only, and paired by"
+        " round. Compiling is the longest first plan of any case; where a cache on disk holds the kernel already, nothing"
+        f" is compiled in it.{fixed}"
     )
 
 
@@ -137,8 +142,8 @@ def _latency_note(comparison: Comparison) -> str:
     keys = sorted({(m, c) for m, c in zip(comparison.impls["method"], comparison.impls["cache"], strict=True) if m})
     how = join([f"method `{method}`, cache `{cache}`" for method, cache in keys])
     best = "" if comparison.functional else " The fastest of a case is bold, and so is what ties with it."
-    if len(comparison.shown) < len(comparison.series):
-        best += " Fixed split counts are in the table of all measurements."
+    if comparison.has_fixed:
+        best += " Each chooses its splits by itself; fixed split counts are in the table of all measurements."
     return f"Median µs by case and implementation ({how}).{best}" if keys else "Nothing was timed."
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -147,8 +147,23 @@ def times_of(record: Record) -> Row:
     return times
 
 
-def add_ratios(rows: Iterable[Row], smallest_effects: Mapping[str, float]) -> None:
-    """Put every ratio of rows of one run, case, method and cache state into the rows, in place."""
+def own_choices(rows: Iterable[Mapping[Any, Any]]) -> set[str]:
+    """The labels of series that are not a fixed split count of what is also here with its own choice."""
+    first = {row["label"]: row for row in rows if row["role"] == "impl"}
+    chosen = {row["family"] for row in first.values() if row["asked_splits"] is None}
+    return {s for s, row in first.items() if row["asked_splits"] is None or row["family"] not in chosen}
+
+
+def add_ratios(
+    rows: Iterable[Row], smallest_effects: Mapping[str, float], shown: Collection[str] | None = None
+) -> None:
+    """Put every ratio of rows of one run, case, method and cache state into the rows, in place.
+
+    Args:
+        rows: of any runs and cases.
+        smallest_effects: run id -> the smallest difference that matters there, as a share.
+        shown: the labels among which a case's fastest is sought; None for all.
+    """
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row.get("us") is not None:
@@ -157,7 +172,8 @@ def add_ratios(rows: Iterable[Row], smallest_effects: Mapping[str, float]) -> No
     for group in groups.values():
         bound = next((row for row in group if row["impl"] == STREAM_READ), None)
         impls = [row for row in group if row["role"] == "impl"]
-        best = min(impls, key=lambda row: row["us"], default=None)
+        rivals = [row for row in impls if shown is None or row["label"] in shown]
+        best = min(rivals or impls, key=lambda row: row["us"], default=None)
         peers = [row for row in impls if row["impl"] not in (*OURS, *ABLATIONS)]
         peer = min(peers, key=lambda row: row["us"], default=None)
         for row in impls:

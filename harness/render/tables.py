@@ -79,7 +79,7 @@ def decisions(comparison: Comparison) -> Table | None:
         "splits",
         "µs",
         "% of bound",
-        "what the next takes longer",
+        "how much slower the next is",
         "heads q / kv, dim",
     ]
     return Table(header, "llllrrll", lines)
@@ -201,9 +201,9 @@ def against(comparison: Comparison) -> dict[str, Any] | None:
     words = join([f"{counts.get(word, 0)} {word}" for word in (FASTER, TIE, SLOWER)])
     return {
         "table": Table(["case", *(code(label) for label in ours)], "l" * (1 + len(ours)), lines),
-        "note": f"Verdicts: {words}. A tie is a difference whose {round(100 * CONFIDENCE)} % interval holds 0, or"
-        f" one under {100 * comparison.smallest_effect:g} %. A percentage is what the slower of the two takes"
-        " longer, paired by round, with its interval.",
+        "note": f"Verdicts: {words}. A tie is a difference whose {round(100 * CONFIDENCE)} % interval contains 0,"
+        f" or one under {100 * comparison.smallest_effect:g} %. A percentage is how much more time the slower of"
+        " the two takes, paired by round, with its interval.",
     }
 
 

@@ -69,6 +69,11 @@ def number_text(value: float | None, digits: int) -> str:
     return f"{value:,.{places}f}" if value != int(value) or places == 0 else f"{value:,.0f}"
 
 
+def percent_text(ratio: float) -> str:
+    """By how many % a ratio differs from 1, without the unit; never ``-0.0``."""
+    return f"{100 * (ratio - 1):z.1f}"
+
+
 def small_text(value: float) -> str:
     """An error, with an exponent."""
     return ABSENT if math.isnan(value) else "0" if value == 0 else f"{value:.1e}"

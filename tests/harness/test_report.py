@@ -23,6 +23,7 @@ from harness.render.frame import load
 from harness.render.groups import MAX_PANELS, curves_of, launch_floor, pairs_of, sweeps_of
 from harness.render.looks import RC, SPARE, STYLES, WIDTH
 from harness.render.plots_detail import rounding_floor
+from harness.render.text import percent_text
 from impls.catalog import IMPLS
 from impls.problem import DecodeProblem
 from tests.harness import fake_records as fake
@@ -104,9 +105,7 @@ def test_the_decision_names_the_fastest_its_splits_its_margin_and_ties(tmp_path:
     told = section(text_of(folder), "What to run")
     anchor = rf"#r{found.best.line}"
     assert f"| `b1_8k` | 1 × 8,192 | `tilelang-splitkv` | auto: 16 | [10.0]({anchor})" in told
-    assert re.search(
-        r"\*\*tie\*\* with `triton-splitkv` \(\[0\.5 % \[0\.5, 0\.5\]\]\(#r\d+\)\) \| 32 / 8, 128 \|", told
-    )
+    assert re.search(r"\*\*tie\*\* with `triton-splitkv` \(\[0\.5 to 0\.5 %\]\(#r\d+\)\) \| 32 / 8, 128 \|", told)
 
 
 def test_a_fixed_split_count_is_recommended_only_where_it_is_ahead(tmp_path: Path) -> None:
@@ -121,6 +120,53 @@ def test_a_fixed_split_count_is_recommended_only_where_it_is_ahead(tmp_path: Pat
     assert (found.best.label, found.own.label) == ("triton-splitkv num_splits=8", "triton-splitkv")
     render_study([folder])
     assert "| `triton-splitkv` | 8 (auto: 16 takes 25.0 % longer) |" in text_of(folder)
+
+
+def test_on_a_tie_our_kernel_is_named_before_an_ablation(tmp_path: Path) -> None:
+    records = fake.with_everyone(fake.gpu_records({"b1_8k": fake.GPU_CASES["b1_8k"]}))
+    for label, us in {"tilelang-equal-splits": 10.0, "triton-splitkv": 10.04, "tilelang-splitkv": 10.05}.items():
+        retime(records, label, us)
+    folder = fake.write(tmp_path / "study", records)
+    [found] = decide(load([folder]))
+    assert (found.best.impl, found.next.impl) == ("tilelang-splitkv", "tilelang-equal-splits")
+    assert found.ties == ("tilelang-equal-splits", "triton-splitkv")
+    retime(records, "tilelang-equal-splits", 9.0)
+    [found] = decide(load([fake.write(tmp_path / "ahead", records)]))
+    assert (found.best.impl, found.next.impl) == ("tilelang-equal-splits", "triton-splitkv")
+
+
+def test_a_study_of_split_counts_counts_the_same_everywhere(tmp_path: Path) -> None:
+    records = fake.split_records({"b1_8k": fake.GPU_CASES["b1_8k"]}, counts=(4, 8, 16))
+    for label, us in {"triton-splitkv": 10.0, "triton-splitkv num_splits=8": 8.0, "tilelang-splitkv": 11.0}.items():
+        retime(records, label, us)
+    comparison = load([fake.write(tmp_path / "study", records)])
+    rows = comparison.impls.set_index("label")
+    assert rows.loc["triton-splitkv", "slowdown"] == 1.0
+    assert rows.loc["triton-splitkv num_splits=8", "slowdown"] == pytest.approx(0.8, rel=1e-3)
+    render_study([tmp_path / "study"])
+    text = text_of(tmp_path / "study")
+    lines = text.splitlines()
+    assert lines[4].startswith("The split count that an implementation chooses by itself is within 1 % of the best")
+    assert lines[4].endswith(
+        "the worst takes 25.0 % longer (`triton-splitkv` on `b1_8k`: auto: 16, where 8 is best)."
+    )
+    assert lines[5] == (
+        "By its own choice of splits, `triton-splitkv` is the fastest, or ties with the fastest, on 1 of 1 case."
+    )
+    assert lines[6].startswith("Against `flash-attn-3` at its fastest split count, the only peer in this study, in")
+    assert "| `triton-splitkv` | [1 of 1](#measurements) | 1 of 1 | 0 of 1 |" in text
+    assert "Fastest by median, of 1 case: `triton-splitkv` on 1." in text
+    assert re.search(r"\*\*\[10\.0\]\(#r\d+\)\*\*", section(text, "Latency"))
+
+
+def test_no_difference_has_a_sign() -> None:
+    assert [percent_text(ratio) for ratio in (0.9999, 1.0, 1.0001, 0.99, 1.25)] == [
+        "0.0",
+        "0.0",
+        "0.0",
+        "-1.0",
+        "25.0",
+    ]
 
 
 def test_uneven_batches_state_the_largest_split_count(tmp_path: Path) -> None:
@@ -200,7 +246,7 @@ def test_split_counts_are_a_figure_and_not_series_of_others(splits: Path) -> Non
     told = section(text_of(splits), "Split counts")
     assert "figures/splits.png" in told
     assert re.search(
-        r"The default's own choice is within 1 % of the best fixed count, or ahead of it, on \d of 9", told
+        r"chooses by itself is within 1 % of the best fixed count tried, or ahead of it, on \d of 9 \(", told
     )
     row = next(line for line in told.splitlines() if line.startswith("| `b1_8k` | `triton-splitkv`"))
     assert "| auto: 16 | " in row
