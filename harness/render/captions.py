@@ -11,6 +11,7 @@ from harness.render.frame import Comparison, each
 from harness.render.groups import (
     ABOUT_EQUAL,
     MIN_BATCHES,
+    MIN_SEQUENCES,
     by_case,
     curves_of,
     launch_floor,
@@ -101,6 +102,7 @@ def _latency(comparison: Comparison) -> str:
     if comparison.functional:
         return f"Latency against bytes of K and V; {CPU_ONLY}."
     rows = comparison.impls[comparison.impls["us"].notna() & (comparison.impls["kv_bytes"] > 0)]
+    rows = rows[rows["label"].isin(comparison.shown)]
     small = rows[rows["kv_bytes"] == rows["kv_bytes"].min()]
     best = small.nsmallest(1, "us").iloc[0]
     text = f"On the smallest case ({code(best['case'])}) the fastest takes {us_text(best['us'])} µs"
@@ -119,8 +121,9 @@ def _latency_reading(comparison: Comparison) -> str:
     text = ""
     if len(comparison.bounds):
         text = (
-            "The launch floor is where the bound's two smallest sizes point at no bytes: what a kernel takes"
-            " however little it reads."
+            "Marks of one case stand side by side over a short stroke, which is its bound. The launch floor is the"
+            " bound's time extrapolated from its two smallest sizes to no bytes: what a kernel takes however little"
+            " it reads."
         )
     return text + _without_keys(comparison, "kv_bytes")
 
@@ -136,8 +139,17 @@ def _splits(comparison: Comparison) -> str:
 def _splits_reading(comparison: Comparison) -> str:
     return (
         "Fixed counts cut every sequence into that many equal splits. A ring is the default: its largest count and"
-        " its latency; a star is the best fixed count. The table below says what too few and too many cost."
+        " its latency; a star is the best fixed count. Of several in one place, rings are larger and stars smaller"
+        " from one implementation to the next. Where the default's largest count is none of the fixed ones (it may"
+        " cut longer sequences into more splits), a dotted line joins it to the best fixed count. The table below"
+        " says what too few and too many cost." + _without_curve(comparison)
     ) + thinned_text(len(by_case(curves_of(comparison))), "cases")
+
+
+def _without_curve(comparison: Comparison) -> str:
+    families = {curve.family for curve in curves_of(comparison)}
+    others = [label for label in comparison.shown if label not in families]
+    return f" Not at several fixed counts in this study: {', '.join(map(code, others))}." if others else ""
 
 
 def _parts(comparison: Comparison) -> str:
@@ -238,7 +250,8 @@ def _skew(comparison: Comparison) -> str:
 
 def _skew_reading(comparison: Comparison) -> str:
     text = (
-        f"Beside each uneven batch the uniform one of its shape that is nearest in bytes, within {ABOUT_EQUAL} ×."
+        "Beside each uneven batch the uniform one of its shape that is nearest in bytes, within"
+        f" {ABOUT_EQUAL} ×, and has at least {MIN_SEQUENCES:g} × its sequences."
     )
     paired_cases = {pair.uneven for pair in pairs_of(comparison)}
     text += thinned_text(len(paired_cases), "pairs")
@@ -285,7 +298,10 @@ def _no_pair(comparison: Comparison) -> str:
     alone = uneven_cases(comparison)
     if not alone:
         return "the study times no batch of different lengths beside its bound"
-    return f"no uniform batch of the shape and about the bytes of {', '.join(map(code, alone))}"
+    return (
+        f"the study times no uniform batch of the shape, about the bytes (within {ABOUT_EQUAL} ×) and at least"
+        f" {MIN_SEQUENCES:g} × the sequences of {', '.join(map(code, alone))}"
+    )
 
 
 def _no_parts(comparison: Comparison) -> str:

@@ -22,8 +22,11 @@ MIN_COUNTS = 3
 ABOUT_EQUAL = 1.5
 """How many times the bytes of the other one batch may hold for the two to stand side by side."""
 
+MIN_SEQUENCES = 0.5
+"""The share of an uneven batch's sequences that the uniform one beside it must have: one sequence is no batch."""
+
 MIN_BOUNDS = 3
-"""The fewest sizes of the bound from which its launch floor is read."""
+"""The fewest sizes of the bound from which its launch floor is extrapolated."""
 
 MAX_PANELS = 8
 """The most sweeps, cases of split counts, or pairs that one figure shows; tables and records have all."""
@@ -106,7 +109,7 @@ def uneven_cases(comparison: Comparison) -> list[str]:
 
 
 def pairs_of(comparison: Comparison) -> list[Pair]:
-    """Each uneven batch with the nearest uniform one of its shape, where there is one of about its bytes."""
+    """Each uneven batch with the nearest uniform one of its shape, of about its bytes and enough sequences."""
     cases = with_share(comparison).drop_duplicates("case")[
         ["case", "batch", "kv_bytes", "max_kv", "total_kv", *_SHAPE]
     ]
@@ -117,7 +120,8 @@ def pairs_of(comparison: Comparison) -> list[Pair]:
     pairs = []
     for case in uneven_cases(comparison):
         mine = of_case[case]
-        alike = [(_apart(row.kv_bytes, mine.kv_bytes), row) for row in even.get(_shape(mine), ())]
+        enough = [row for row in even.get(_shape(mine), ()) if row.batch >= MIN_SEQUENCES * mine.batch]
+        alike = [(_apart(row.kv_bytes, mine.kv_bytes), row) for row in enough]
         near = [(far, row) for far, row in alike if far <= math.log(ABOUT_EQUAL)]
         if near:
             # Of several of the same bytes, the one of the most similar number of sequences.

@@ -182,8 +182,10 @@ def legend(
     comparison: Comparison,
     series: Sequence[str],
     others: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    missing: bool = True,
 ) -> None:
-    """One legend above the axes: ``series``, then ``others``, then what has no mark at all and why."""
+    """One legend above the axes: ``series``, ``others`` and, if ``missing``, what has no mark at all and why."""
     styles = styles_of(comparison.series)
     handles = [
         Line2D([], [], color=styles[s][0], marker=styles[s][1], linestyle="none", markersize=6.5, label=s)
@@ -191,7 +193,7 @@ def legend(
     ]
     others = others or {}
     handles += [Line2D([], [], label=label, **{"linewidth": 1.6} | dict(style)) for label, style in others.items()]
-    for label in comparison.shown:
+    for label in comparison.shown if missing else ():
         if label not in series:
             words = comparison.impls.loc[comparison.impls["label"] == label, "status"].unique()
             handles.append(Line2D([], [], linestyle="none", label=f"{label}: {', '.join(words)}"))

@@ -125,8 +125,8 @@ def _summary_note(comparison: Comparison) -> str:
         "Means are over the cases in which the row and what it is divided by are both `ok`, n of m as stated, with"
         f" {round(100 * CONFIDENCE)} % intervals. A peer is an implementation that this project did not write"
         f"{peers}; below 1 × ahead it is faster. Ratios are formed inside one run and case only, and paired by"
-        " round. Compiling is the longest first plan of any case; where a cache on disk holds the kernel already, nothing"
-        f" is compiled in it.{fixed}"
+        " round. Compiling is the longest first plan of any case; where a cache on disk holds the kernel already,"
+        f" nothing is compiled in it.{fixed}"
     )
 
 

@@ -39,6 +39,13 @@ SIGNIFICAND_BITS: Mapping[str, int] = {"bfloat16": 8, "float16": 11, "float32": 
 FLOOR_DASHES = ((0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))
 
 
+RING_POINTS = (12.0, 4.0)
+"""Diameter of the ring around the first implementation's choice, and how much wider each next one is."""
+
+STAR_POINTS = (11.0, 0.75)
+"""Size of the star on the first implementation's best count, and what each next one is of the one before."""
+
+
 def splits(comparison: Comparison) -> Figure | None:
     """Latency against the split count, a panel a case; the default's choice and the best count are marked."""
     of_case = by_case(curves_of(comparison))
@@ -60,22 +67,24 @@ def splits(comparison: Comparison) -> Figure | None:
         "the bound": {"color": BOUND_COLOUR},
     }
     series = [label for label in comparison.series if label in families]
-    looks.legend(figure, comparison, series or sorted(families), others)
+    looks.legend(figure, comparison, series or sorted(families), others, missing=False)
     return figure
 
 
 def _draw_curves(comparison: Comparison, ax: Axes, case: str, curves: Sequence[Curve]) -> None:
     styles = looks.styles_of([*comparison.series, *(curve.family for curve in curves)])
     values: list[float] = []
-    for curve in curves:
+    for i, curve in enumerate(curves):
         colour, marker = styles[curve.family]
         counts = [row.asked_splits for row in curve.fixed]
         times = [row.us for row in curve.fixed]
         ax.plot(counts, times, color=colour, linewidth=1.2, zorder=2)
         made = ax.scatter(counts, times, color=colour, marker=marker, s=26, linewidth=0.4, edgecolor="white")
         made.set(zorder=3, urls=[looks.url_of(row.anchor) for row in curve.fixed])
-        star = ax.scatter([curve.best.asked_splits], [curve.best.us], marker="*", s=110, zorder=4)
-        star.set(color=colour, edgecolor="#1A1A1A", linewidth=0.7, urls=[looks.url_of(curve.best.anchor)])
+        star = ax.scatter([curve.best.asked_splits], [curve.best.us], marker="*", zorder=4)
+        # Of several in one place each shows: rings grow, and smaller stars lie on larger ones.
+        star.set_sizes([(STAR_POINTS[0] * STAR_POINTS[1] ** i) ** 2])
+        star.set(color=colour, edgecolor="#1A1A1A", linewidth=0.6, urls=[looks.url_of(curve.best.anchor)])
         values += times
         if curve.own is not None:
             values.append(curve.own.us)
@@ -84,8 +93,12 @@ def _draw_curves(comparison: Comparison, ax: Axes, case: str, curves: Sequence[C
                 line = ax.axhline(curve.own.us, color=colour, linestyle=(0, (1, 2)), linewidth=1.4, zorder=1)
                 line.set_url(url)
             else:
-                ring = ax.scatter([curve.own.splits_max], [curve.own.us], s=95, zorder=4, facecolors="none")
-                ring.set(edgecolor=colour, linewidth=1.6, urls=[url])
+                ring = ax.scatter([curve.own.splits_max], [curve.own.us], zorder=4, facecolors="none")
+                ring.set(edgecolor=colour, linewidth=1.4, urls=[url])
+                ring.set_sizes([(RING_POINTS[0] + i * RING_POINTS[1]) ** 2])
+                if curve.own.splits_max not in counts:
+                    ends = ([curve.own.splits_max, curve.best.asked_splits], [curve.own.us, curve.best.us])
+                    ax.plot(*ends, color=colour, linestyle=(0, (1, 1.5)), linewidth=1.2, zorder=2)
     bound = comparison.bounds[comparison.bounds["case"] == case]["us"]
     if len(bound):
         values.append(float(bound.iloc[0]))

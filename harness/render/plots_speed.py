@@ -172,7 +172,7 @@ def draw_latency(comparison: Comparison, ax: Axes, device: str) -> dict[str, dic
     bounds = comparison.bounds[(comparison.bounds["kv_bytes"] > 0) & (comparison.bounds["device"] == device)]
     lines: dict[str, dict[str, Any]] = {}
     if len(bounds):
-        lines["the bound"] = {"color": BOUND_COLOUR, "linewidth": 1.6}
+        lines["the bound"] = {"color": BOUND_COLOUR, "linewidth": 1.0}
         line = bounds.groupby("kv_bytes")["us"].median()
         ax.plot(line.index, line, zorder=1, **lines["the bound"])
         ceilings = [comparison.ceilings[run] for run in bounds["run_id"].unique() if run in comparison.ceilings]
@@ -183,7 +183,10 @@ def draw_latency(comparison: Comparison, ax: Axes, device: str) -> dict[str, dic
         if (floor := launch_floor(bounds)) is not None:
             lines["launch floor"] = FLOOR_LINE
             ax.axhline(floor, zorder=1, **FLOOR_LINE)
-    width = 0.03 * looks.decades(rows["kv_bytes"])
+    width = 0.012 * looks.decades(rows["kv_bytes"])
+    aside = 10**width  # as far as any mark is shifted, and a bit more
+    places = (bounds["kv_bytes"] / aside, bounds["kv_bytes"] * aside)
+    ax.hlines(bounds["us"], *places, color=BOUND_COLOUR, linewidth=1.6, zorder=2)
     rows = rows.assign(x=rows["kv_bytes"] * 10 ** looks.offsets(rows["label"], series, width=width))
     looks.scatter(comparison, rows, x="x", y="us", ax=ax)
     if comparison.functional:

@@ -296,7 +296,8 @@ def test_uneven_batches_stand_beside_even_ones_of_about_the_same_bytes(tmp_path:
     cases = {
         "even": fake.problem([4096] * 16),
         "one": fake.problem([65536]),
-        "skew": fake.problem([32768, *[1024] * 32]),
+        "skew": fake.problem([32768, *[1024] * 31]),
+        "wide": fake.problem([2048, *[1024] * 63]),
         "other_heads": fake.problem([4096, 64], heads=(8, 1)),
     }
     comparison = load([fake.write(tmp_path / "study", fake.gpu_records(cases))])
@@ -304,7 +305,7 @@ def test_uneven_batches_stand_beside_even_ones_of_about_the_same_bytes(tmp_path:
     render_study([tmp_path / "study"])
     told = section(text_of(tmp_path / "study"), "Uneven batches")
     assert "figures/skew.png" in told
-    assert "Without one in the study: `other_heads`." in told
+    assert "Without one in the study: `other_heads`, `wide`." in told, "16 sequences are too few beside 64"
     assert re.search(r"Uneven lengths cost `\S+` a factor of \d+\.\d", told)
 
 
