@@ -22,6 +22,20 @@ IMPLS: dict[str, str] = {
 }
 """Implementation id -> ``module:Class``."""
 
+DESCRIPTIONS: dict[str, str] = {
+    "tilelang-splitkv": "this project's kernels in TileLang: splits in proportion to each sequence's length",
+    "triton-splitkv": "this project's kernels in Triton: the same algorithm and split tables",
+    "flash-attn-2": "packed K and V; one split count for the whole batch, chosen by the library",
+    "flash-attn-2-paged": "K and V as pages; one split count for the whole batch, chosen by the library",
+    "flash-attn-3": "packed K and V; splits chosen by the library for each sequence, on the device, in every call",
+    "flash-attn-3-paged": "K and V as pages; splits chosen by the library, scheduled before the call",
+    "flashinfer": "packed K and V; chunks of one length for the whole batch, chosen by the library on the host",
+    "torch-varlen": "packed K and V; the flash-attn 2 built into torch, which chooses the splits",
+    "torch-sdpa": "one call a sequence",
+    "tilelang-equal-splits": "ablation: the kernels of tilelang-splitkv with 8 splits for every sequence",
+}
+"""Implementation id -> what a reader of a report must know of it, in a line of plain text."""
+
 OURS = ("tilelang-splitkv", "triton-splitkv")
 """The kernels this project writes; the others are baselines, or :data:`ABLATIONS`."""
 

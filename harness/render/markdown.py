@@ -58,6 +58,7 @@ def context(comparison: Comparison, folder: Path) -> dict[str, Any]:
         "has_fixed": comparison.has_fixed,
         "decisions": tables.decisions(comparison),
         "decisions_note": tables.decisions_note(comparison),
+        "runs": tables.runs(comparison),
         "summary": tables.summary(comparison),
         "summary_note": _summary_note(comparison),
         "latency_note": _latency_note(comparison),

@@ -58,6 +58,7 @@ def row_of(record: Record) -> Row:
     row |= {key: getattr(problem, key) for key in PROBLEM_COLUMNS}
     row |= {key: check.get(key) for key in ("rel_l2", "worst_row", "lse_err")}
     row |= {key: config.get(key) for key in ("num_splits", "splits_max", "work_items", "splits_note")}
+    row |= {key: config.get(key) for key in ("library", "version", "function")}
     row |= {"label": series_label(record), "config": _settings(config)} | times_of(record)
     row |= _asked_splits(config.get("asked") or {}, record["impl"])
     if (us := row.get("us")) is not None:

@@ -46,7 +46,7 @@ from harness.render.text import (
     us_text,
 )
 from harness.stats import CONFIDENCE, FASTER, SLOWER, TIE
-from impls.catalog import OURS
+from impls.catalog import DESCRIPTIONS, OURS
 
 MAX_REASON = 300
 """Characters of a reason that a report prints; the record holds all of it."""
@@ -83,6 +83,29 @@ def decisions(comparison: Comparison) -> Table | None:
         "heads q / kv, dim",
     ]
     return Table(header, "llllrrll", lines)
+
+
+def runs(comparison: Comparison) -> Table:
+    """What each implementation calls, in which version, and what one must know of it."""
+    rows = comparison.impls
+    lines = []
+    for impl in dict.fromkeys(map(impl_of, comparison.series)):
+        mine = rows[rows["impl"] == impl]
+        named = mine[mine["version"].notna()]
+        versions = dict.fromkeys(
+            version if library is None or str(version).startswith(f"{library} ") else f"{library} {version}"
+            for library, version in zip(named["library"], named["version"], strict=True)
+        )
+        functions = mine["function"].dropna().unique()
+        lines.append(
+            [
+                code(impl),
+                ", ".join(map(code, functions)) or ABSENT,
+                escape(", ".join(versions)) or ABSENT,
+                escape(DESCRIPTIONS.get(impl, ABSENT)),
+            ]
+        )
+    return Table(["implementation", "what it calls", "version", "to know"], "llll", lines)
 
 
 def _shape(row: Any) -> str:

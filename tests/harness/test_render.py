@@ -232,7 +232,7 @@ def test_all_pictures_are_there_as_png_and_svg(gpu: Path) -> None:
 
 def test_tables_are_whole(gpu: Path) -> None:
     tables = tables_of(text_of(gpu))
-    assert len(tables) == 10
+    assert len(tables) == 11
     for table in tables:
         assert {len(line) for line in table} == {len(table[0])}
     support = next(t for t in tables if t[0][0] == "case" and len(t[0]) == 1 + len(fake.SPEEDS))

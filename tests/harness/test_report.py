@@ -24,7 +24,7 @@ from harness.render.groups import MAX_PANELS, curves_of, launch_floor, pairs_of,
 from harness.render.looks import RC, SPARE, STYLES, WIDTH
 from harness.render.plots_detail import rounding_floor
 from harness.render.text import percent_text
-from impls.catalog import IMPLS
+from impls.catalog import DESCRIPTIONS, IMPLS
 from impls.problem import DecodeProblem
 from tests.harness import fake_records as fake
 
@@ -169,6 +169,22 @@ def test_no_difference_has_a_sign() -> None:
     ]
 
 
+def test_what_runs_is_told_from_the_records_and_the_catalog(tmp_path: Path) -> None:
+    records = fake.gpu_records({"b1_8k": fake.GPU_CASES["b1_8k"]})
+    records = [r for r in records if r.get("impl") != "torch-varlen"]
+    for r in records:
+        if r.get("impl") == "flash-attn-3":
+            r["config"] |= {"library": "flash-attn", "version": "fa3 3.0", "function": "attn.varlen_func"}
+        if r.get("impl") == "torch-sdpa":
+            r |= {"impl": "my-kernel", "config": {}}
+    folder = fake.write(tmp_path / "study", records)
+    render_study([folder])
+    told = section(text_of(folder), "What runs")
+    assert f"| `flash-attn-3` | `attn.varlen_func` | flash-attn fa3 3.0 | {DESCRIPTIONS['flash-attn-3']} |" in told
+    assert "| `my-kernel` | – | – | – |" in told
+    assert "torch-varlen" not in told
+
+
 def test_uneven_batches_state_the_largest_split_count(tmp_path: Path) -> None:
     folder = fake.write(tmp_path / "study", fake.gpu_records({"skew": fake.problem([8192, 64])}))
     render_study([folder])
@@ -202,6 +218,7 @@ def test_what_the_deeper_check_found_wrong_stands_at_the_top(tmp_path: Path) -> 
 def test_every_figure_has_its_words_and_every_implementation_its_look() -> None:
     assert list(FIGURES) == list(CAPTIONS)
     assert set(IMPLS) <= set(STYLES)
+    assert set(IMPLS) == set(DESCRIPTIONS)
     both = [*STYLES.values(), *SPARE]
     assert len({colour for colour, _ in both}) == len({marker for _, marker in both}) == len(both)
 
