@@ -428,13 +428,19 @@ def _faults(rows: Sequence[Record], folder: Path) -> list[dict[str, str]]:
         shown = row if row is not None and row["status"] == "wrong" else of_group[0]
         faults.append(
             {
-                "text": f"{code(impl)} is wrong by the probe `{title}`, on {code(of_group[0]['case'])} for"
+                "text": f"{code(impl)} is wrong by {_told(title)}, on {code(of_group[0]['case'])} for"
                 " example: "
                 f"{escape(str(of_group[0]['reason']).removeprefix(f'{title}: '))}{again}",
                 "snippet": _snippet(shown, title),
             }
         )
     return faults
+
+
+def _told(title: str) -> str:
+    """A probe's title in a sentence: its family, or the experiment with the inputs on which it is made."""
+    family, _, probe = title.partition(" ")
+    return f"`{probe}` (inputs: `{family}`)" if probe in PROBE_NOTES else f"`{title}`"
 
 
 def _snippet(row: Record, title: str) -> str:

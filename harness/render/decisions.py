@@ -92,7 +92,7 @@ def against_own_text(decision: Decision) -> str:
     """What the implementation's own choice of splits costs against a better fixed count."""
     own, best = decision.own, decision.best
     ratio = None if own is None else paired(own, best)
-    return "" if ratio is None else f" ({splits_text(own)} takes {percent_text(ratio.median)} % longer)"
+    return "" if ratio is None else f" ({splits_text(own)} is {percent_text(ratio.median)} % slower)"
 
 
 def margin_text(decision: Decision) -> str:

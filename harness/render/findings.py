@@ -87,7 +87,7 @@ def own_counts(comparison: Comparison) -> str:
     if worst <= 1 + smallest:
         return f"{text}."
     return (
-        f"{text}; the worst takes {percent_text(worst)} % longer ({code(curve.family)} on {code(curve.case)}:"
+        f"{text}; the worst is {percent_text(worst)} % slower ({code(curve.family)} on {code(curve.case)}:"
         f" {splits_text(curve.own)}, where {curve.best.asked_splits} is best)."
     )
 

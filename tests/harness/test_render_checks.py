@@ -183,7 +183,7 @@ def test_a_wrong_answer_is_told_with_what_repeats_it_on_the_smallest_failing_pro
     (told,) = deep["faults"]
     assert (
         told["text"]
-        == "`b` is wrong by the probe `normal memory`, on `case` for example: row (sequence 0, head 1): over"
+        == "`b` is wrong by `memory` (inputs: `normal`), on `case` for example: row (sequence 0, head 1): over"
     )
     assert "kv_lens=(63, 0), heads_q=2" in told["snippet"]
 

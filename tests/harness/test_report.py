@@ -119,7 +119,7 @@ def test_a_fixed_split_count_is_recommended_only_where_it_is_ahead(tmp_path: Pat
     [found] = decide(load([folder]))
     assert (found.best.label, found.own.label) == ("triton-splitkv num_splits=8", "triton-splitkv")
     render_study([folder])
-    assert "| `triton-splitkv` | 8 (auto: 16 takes 25.0 % longer) |" in text_of(folder)
+    assert "| `triton-splitkv` | 8 (auto: 16 is 25.0 % slower) |" in text_of(folder)
 
 
 def test_on_a_tie_our_kernel_is_named_before_an_ablation(tmp_path: Path) -> None:
@@ -147,9 +147,7 @@ def test_a_study_of_split_counts_counts_the_same_everywhere(tmp_path: Path) -> N
     text = text_of(tmp_path / "study")
     lines = text.splitlines()
     assert lines[4].startswith("The split count that an implementation chooses by itself is within 1 % of the best")
-    assert lines[4].endswith(
-        "the worst takes 25.0 % longer (`triton-splitkv` on `b1_8k`: auto: 16, where 8 is best)."
-    )
+    assert lines[4].endswith("the worst is 25.0 % slower (`triton-splitkv` on `b1_8k`: auto: 16, where 8 is best).")
     assert lines[5] == (
         "By its own choice of splits, `triton-splitkv` is the fastest, or ties with the fastest, on 1 of 1 case."
     )
