@@ -32,6 +32,9 @@ SPLIT_TUNING: Mapping[str, Scalar] = {
 """What a caller may choose about splits: an integer or ``"auto"``; the rounds of CTAs that ``auto`` plans for,
 None for whichever ends first; and the largest workspace allowed."""
 
+CPU_CTAS = 32
+"""What stands in for the SM count on a CPU: enough to split."""
+
 CTA_OVERHEAD_BYTES = 136 << 10
 """What starting and ending a CTA costs, as bytes that an SM could have read meanwhile: about 4 µs on an H200."""
 

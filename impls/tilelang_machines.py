@@ -230,7 +230,7 @@ class Ampere(Machine):
         return T.Tensor(shape, dtype)
 
     def padded(self, head_dim: int) -> int:
-        """A multiple of 32, so that four warps share the columns in the units of ``mma``; the rest is 0."""
+        """A multiple of 32; the rest is 0. Every warp has all columns of its rows: ``mma`` asks for 16 only."""
         return -(-head_dim // 32) * 32
 
     def ring(self, stages: int, rows: int, cols: int, dtype: str) -> Any:

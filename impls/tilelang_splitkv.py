@@ -9,20 +9,23 @@ weights ``exp(lse_s - lse)``. Without merges there is no second launch.
 
 Clusters. On sm_90a, where all sequences have the same number of splits and their clusters fit the device at once,
 the splits of a sequence are one thread block cluster and merge by themselves, through distributed shared memory
-(:mod:`impls.tilelang_cluster`): no workspace, and none of the 1.5 to 2 µs that the combine kernel costs.
+(:mod:`impls.tilelang_cluster`): no workspace, and none of the 1.5 to 2 µs that the combine kernel costs. More than
+two splits do so only if all of a split's keys fit the ring (:func:`impls.tilelang_tile.choose_cluster`).
 
 Tiling. K and V go through a ring of ``num_stages`` tiles in shared memory, filled ahead by TMA (sm_90a) or
 ``cp.async`` (sm_80) with no producer warp: the threads that have just finished a tile refill its stage. Every
 warp owns 16 rows of scores. Where the heads of a tile are fewer than that makes rows, the rows are the same
-heads again for another *part* of the tile's keys: each part has a running maximum, sum and output of its own, no
-warp waits for another inside of a tile but to refill a stage, P stays in registers, and the parts are merged once,
-at the end. With 64 heads there is one part, and on sm_90a both products are ``wgmma``. The tile is chosen in
+heads again for another *part* of the tile's keys: each part has a running maximum, sum and output of its own, P
+stays in registers, and the parts are merged once, at the end. Inside of a tile, warps meet only where a stage is
+refilled, and around the clearing of V's last rows (two barriers in every tile, though only a last one is cleared).
+With 64 heads there is one part, and on sm_90a both products are ``wgmma``. The tile is chosen in
 :mod:`impls.tilelang_tile`.
 
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
-fills the SMs, or a few where lengths differ (:func:`impls.splits.balanced_counts`); an integer gives every
-sequence that many. The lengths reach the kernel only through the table, whose rows come from the same prefix
-sums as ``cu_seqlens_k``: one 16-byte row says where a CTA's keys are, without a chain of dependent loads.
+fills the SMs (on sm_90a half of them, if all sequences are equally long: they read as fast), or a few rounds
+where lengths differ (:func:`impls.splits.balanced_counts`); an integer gives every sequence that many. The
+lengths reach the kernel only through the table, whose rows come from the same prefix sums as ``cu_seqlens_k``:
+one 16-byte row says where a CTA's keys are, without a chain of dependent loads.
 
 Machines. The two ``prim_func`` bodies serve sm_90a, sm_80 and the CPU (TileLang's C target). All that differs
 is the :mod:`impls.tilelang_machines` object passed in. On the CPU, bfloat16 inputs compute in float32.
@@ -50,7 +53,7 @@ from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, 
 from impls.libraries import check_capability, sm_count
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
-from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan, enough_ctas
+from impls.splitkv_plan import CPU_CTAS, SPLIT_TUNING, SplitKVPlan, enough_ctas
 
 try:
     import tilelang
@@ -83,9 +86,6 @@ LN_2 = 0.6931471805599453
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 """The head dims that are compiled and tested."""
-
-CPU_CTAS = 32
-"""What stands in for the SM count on a CPU: enough to split."""
 
 EXAMPLE_SPLITS = 8
 """Splits of every sequence in TileLang's official example."""
@@ -193,7 +193,8 @@ def split_kernel(
                 arrived = T.alloc_shared([1], "uint64", scope="shared")
                 mine = T.max(T.min(head_dim - rank * width, width), 0)
                 machine.cluster_open(arrived, T.if_then_else(mine > 0, 4 * cluster * heads * (mine + 2), 0))
-            # Put in place while the kernel before was still running, which may write what is read from here on.
+            # Put in place while the kernel before was still running, which may write what is read from here on, or
+            # read what is written: it may be the combine kernel of the call before.
             machine.depend()
             # So may the next kernel be from now on: it waits by itself for this kernel's results.
             machine.trigger()

@@ -132,7 +132,7 @@ def split_kernel(
     PDL: tl.constexpr,  # programmatic dependent launch
 ):
     """Attention of one head tile over one split."""
-    if PDL:  # this kernel may have been put in place while the one before it, whose results it reads, still ran
+    if PDL:  # put in place while the kernel before ran, which may write what this reads or read what this writes
         tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0)
     item_ptr = items_ptr + pid // tiles * 4
@@ -291,7 +291,7 @@ def combine_launch(merges: int, heads_q: int, head_dim: int, device: torch.devic
 
 @cache
 def has_pdl(device: torch.device) -> bool:
-    """Whether the combine kernel can be launched while the split kernel runs: from sm_90 on."""
+    """Whether a kernel can be put in place while the one before it runs (PDL): from sm_90 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -14,10 +14,7 @@ import torch
 from impls.contract import Scalar
 from impls.problem import DecodeProblem
 from impls.space import Space
-from impls.splitkv_plan import positive
-
-CPU_CTAS = 32
-"""What stands in for the SM count on a CPU: enough to split."""
+from impls.splitkv_plan import CPU_CTAS, positive
 
 TILE_TUNING: Mapping[str, Scalar] = {"block_n": None, "block_h": None, "num_stages": 3, "num_warps": 4}
 """What a caller may choose about tiles; None means the rule in :func:`choose_tile`."""
