@@ -335,7 +335,7 @@ def _splits(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) -> t
         sm_count=sm_count,
         tiles_per_split=per_split,
         min_keys=tile["block_n"],
-        enough=enough_ctas(sm_count, tma=bool(tile.get("tma"))),
+        enough=enough_ctas(sm_count, problem, tile["block_n"] * tile["num_stages"]) if tile.get("tma") else None,
     )
     counts = dict(sorted(zip(problem.kv_lens, table.counts.tolist(), strict=True), reverse=True))
     return counts, table.splits * per_split

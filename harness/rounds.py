@@ -84,8 +84,7 @@ def _take_one(
     number: int,
     order: list[int],
 ) -> None:
-    anew = timer.renews and number > 0
-    if anew:
+    if timer.renews:
         taken.laps.clear()
     readings = [timer.clocks()]
     times: dict[int, float] = {}
@@ -93,7 +92,7 @@ def _take_one(
         if place == len(order) // 2:
             readings.append(timer.clocks())
         lap: Lap | None
-        if anew:
+        if timer.renews:
             timer.displace()
             lap = attempt(who, "prepare timing", makers[who])
         else:

@@ -78,13 +78,18 @@ def choose_splits(
     )
 
 
-def enough_ctas(sms: int, *, tma: bool) -> int | None:
-    """CTAs that read at the memory's full speed, for ``enough`` of :func:`choose_splits`.
+def enough_ctas(sms: int, problem: DecodeProblem, keys: int) -> int:
+    """CTAs that read at the memory's full speed by TMA, for ``enough`` of :func:`choose_splits`.
 
-    Half as many as SMs where TMA keeps 128 KiB of K and V in flight for each (an H200, ``reports/NOTES.md``); None
-    means one an SM.
+    Half as many as SMs where 128 KiB of K and V are in flight for each (an H200, ``reports/NOTES.md``), and in
+    proportion more, up to one an SM, where it is less.
+
+    Args:
+        sms: SMs of the device.
+        problem: whose K and V are read.
+        keys: that a CTA has in flight.
     """
-    return max(1, sms // 2) if tma else None
+    return min(sms, max(1, sms * (64 << 10) // (2 * keys * problem.head_dim * problem.element_bytes)))
 
 
 def upload(rows: Int32Array, device: torch.device) -> Tensor:

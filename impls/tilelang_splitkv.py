@@ -531,7 +531,7 @@ class TileLangPlan(SplitKVPlan):
             sm_count=sms,
             tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
             min_keys=tile.block_n,
-            enough=enough_ctas(sms, tma=machine.tma),
+            enough=enough_ctas(sms, problem, tile.block_n * tile.num_stages) if machine.tma else None,
             choose_cluster=lambda counts: choose_cluster(
                 machine, problem, tile, choice["cluster"], counts, sms=sms
             ),

@@ -78,6 +78,8 @@ def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, S
     block_n = positive(choice, "block_n", block_n)
     threads = positive(choice, "threads", max(32, min(128, 2 * block_h * (block_n // PART_KEYS))))
     parts = machine.parts(block_h, threads)
+    if machine.target == "cuda" and block_h not in (16, 32, 64, 128):
+        raise ValueError(f"block_h: expected 16, 32, 64 or 128, got {block_h}")
     if machine.target == "cuda" and block_n < PART_KEYS * parts:
         raise ValueError(
             f"block_n: expected >= {PART_KEYS * parts} with {threads} threads and block_h {block_h} ({PART_KEYS} "

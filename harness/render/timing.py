@@ -66,8 +66,8 @@ GROUPS = (
     Group(
         "Kernels of a call, launched from a graph, warm",
         "One input set again and again: what fits the L2 is read from there, and small cases look faster than"
-        " memory. A case of about half the L2 is at an edge: each half of an H200's L2 keeps its own copy of what"
-        " its SMs read, so that how much of 30 to 60 MB stays depends on what else was touched.",
+        " memory. Where K and V take about half the L2 (`b1_8k` on an H200), how much of them stays differs from"
+        " timer to timer.",
         ("graph-warm", "triton do_bench_cudagraph"),
     ),
     Group(
@@ -92,7 +92,7 @@ DIFFERENCES: Mapping[str, str] = {
     "triton do_bench_cudagraph": "as many calls as make 20 ms in one graph, ten replays, each from one event to"
     " another; no untimed replay before the timed one.",
     "triton do_bench": "256 MB are written before each call; 25 ms of warm-up without that; the median of single"
-    " calls, where `events` takes the median of medians.",
+    " calls, where `events` shares 100 ms out to its rounds.",
     "tilelang do_bench": "as Triton's, in TileLang's own loop.",
     "nvbench": "the L2 is flushed, and a kernel blocks the stream until the host has queued the call: what the host"
     " takes does not count, which it does in `events` where a call is shorter than its launches; the mean.",

@@ -143,9 +143,9 @@ def test_renewing_makes_every_lap_of_a_round_anew_and_elsewhere() -> None:
 
     taken = take_rounds(timer, {who: maker(who) for who in (0, 1)})
     assert made[:2] == [0, 1]
-    assert made[2:] == log[2:]  # each is made right before it is sampled
-    assert [left[i : i + 2] for i in range(0, 8, 2)] == [[0, 1]] * 4
-    assert timer.displaced == 6
+    assert made[2:] == log  # each is made right before it is sampled
+    assert [left[i : i + 2] for i in range(0, 10, 2)] == [[0, 1]] * 5
+    assert timer.displaced == 8
     assert list(taken.laps) == [0, 1]
 
 

@@ -15,7 +15,7 @@ from harness.inputs import make_inputs
 from impls import triton_splitkv
 from impls.contract import DecodeImpl
 from impls.reference import reference
-from impls.splitkv_plan import upload
+from impls.splitkv_plan import enough_ctas, upload
 from impls.tilelang_splitkv import TileLangSplitKV
 from impls.triton_splitkv import TritonSplitKV
 from tests.impls.cases import problem
@@ -92,3 +92,12 @@ def test_a_plan_for_other_lengths_waits_for_nothing(impl: type[DecodeImpl], devi
     for plan, given in zip(plans, inputs, strict=True):
         result = check_plan(plan, given, reference(given))
         assert result.ok, result.reason
+
+
+def test_what_reads_at_full_speed_is_bytes_in_flight_and_not_ctas() -> None:
+    wide, narrow = (DecodeProblem(kv_lens=(8192,), heads_q=8, heads_kv=8, head_dim=dim) for dim in (128, 64))
+    assert enough_ctas(132, wide, 256) == 66  # 128 KiB each
+    assert enough_ctas(132, wide, 512) == 33
+    assert enough_ctas(132, wide, 128) == enough_ctas(132, narrow, 256) == 132
+    assert enough_ctas(132, narrow, 1) == 132  # one an SM at most
+    assert enough_ctas(1, wide, 4096) == 1

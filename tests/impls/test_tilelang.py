@@ -84,9 +84,13 @@ def test_each_part_of_a_tile_has_the_keys_of_an_mma(machine: str, group: int, he
         assert tile.block_h >= 16
 
 
-def test_a_tile_too_short_for_its_parts_is_refused() -> None:
+def test_a_tile_that_no_warps_can_share_is_refused() -> None:
     problem = DecodeProblem(kv_lens=(8192,), heads_q=32, heads_kv=8, head_dim=128)
     choice = {**tilelang_splitkv.TUNING, "block_n": 32, "threads": 128}
+    with pytest.raises(ValueError, match=r"block_h: expected 16, 32, 64 or 128, got 48"):
+        tilelang_splitkv.choose_tile(
+            tilelang_splitkv.MACHINES["sm_90a"], problem, {**tilelang_splitkv.TUNING, "block_h": 48}
+        )
     with pytest.raises(ValueError, match=r"block_n: expected >= 64 with 128 threads and block_h 16 .*, got 32"):
         tilelang_splitkv.choose_tile(tilelang_splitkv.MACHINES["sm_90a"], problem, choice)
 
