@@ -14,6 +14,7 @@ from harness.check import check_plan
 from harness.inputs import make_inputs
 from impls import triton_splitkv
 from impls.contract import DecodeImpl
+from impls.problem import DecodeProblem
 from impls.reference import reference
 from impls.splitkv_plan import enough_ctas, upload
 from impls.tilelang_splitkv import TileLangSplitKV
