@@ -23,6 +23,7 @@ from harness.lies import try_liars
 from harness.loop import RunError, stable
 from harness.record import SELFTEST_FILE
 from harness.study import Case, Study
+from harness.worker import answers
 from impls.problem import DecodeProblem
 
 LIARS = "liars"
@@ -265,7 +266,7 @@ class _Laboratory:
     def _receive(self, what: str) -> Any:
         assert self._conn is not None
         try:
-            if not self._conn.poll(STEP_DEADLINE_S):
+            if not answers(self._conn, STEP_DEADLINE_S):
                 self.close()
                 raise _Lost(f"{what}: no answer within {STEP_DEADLINE_S:g} s")
             answer = self._conn.recv()

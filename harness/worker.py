@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -247,6 +248,20 @@ class WorkerLost(RuntimeError):
         self.reason = reason
 
 
+WAKE_S = 0.5
+"""How long the main thread waits at a time. Ctrl-C may be delivered to another thread of the process, and the main
+one, which handles it, learns of it when it wakes."""
+
+
+def answers(conn: connection.Connection, within_s: float) -> bool:
+    """Whether something comes through a pipe in time."""
+    deadline = time.monotonic() + within_s
+    while not conn.poll(min(WAKE_S, within_s)):
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
 class Worker:
     """The parent's handle of one worker process; a context manager that ends it.
 
@@ -313,7 +328,7 @@ class Worker:
 
     def _receive(self) -> Any:
         try:
-            if not self._conn.poll(self._deadline_s):
+            if not answers(self._conn, self._deadline_s):
                 raise self._lost(f"no answer within {self._deadline_s:g} s; the process was killed")
             message = self._conn.recv()
         except (EOFError, ConnectionError):

@@ -258,13 +258,30 @@ def test_a_check_that_is_interrupted_ends_at_once_and_keeps_what_was_complete(tm
         while not (path.exists() and path.read_bytes().count(b'"first"') == 2):
             time.sleep(0.05)
         interrupted.set()
-        os.kill(os.getpid(), signal.SIGINT)  # to the process: the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # not to the main thread, which waits
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         check_study(study, families=("normal",), records=path, jobs=2, setup=SETUP, deadline_s=600)
     assert interrupted.is_set()
     assert [r["case"] for r in record.read(path) if r["kind"] == "check"] == ["first", "first"]
+
+
+def test_a_run_is_interrupted_whichever_thread_the_signal_reaches(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(fakes.STALL_VARIABLE, "1")
+    first = replace(FIRST, problem=replace(FIRST.problem, kv_lens=(0,)))
+    study = make_study(tmp_path, "right", "stalls", cases=(first, SECOND))
+    path = tmp_path / "records.jsonl"
+
+    def interrupt() -> None:
+        while not (path.exists() and b'"first"' in path.read_bytes()):
+            time.sleep(0.05)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study, setup=SETUP, deadline_s=600)
+    assert {r["case"] for r in record.read(path) if r["kind"] == "measurement" and r["case"]} == {"first"}
 
 
 def test_as_many_cases_are_checked_side_by_side_as_the_device_holds(tmp_path: Path) -> None:
