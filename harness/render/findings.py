@@ -177,17 +177,17 @@ def mean_text(rounds: pd.Series[Any], m: int, unit: str) -> str:
     return f"{mean.median:.{places}f}{unit} [{span}] over {mean.n} of {m}"
 
 
-def against_peer(row: Any) -> str:
-    """What may be said of an implementation beside its best peer, from a row that has a verdict."""
+def against_peer(row: Any, mark: str = "") -> str:
+    """What may be said of an implementation beside its best peer, which ``mark`` follows; the row has a verdict."""
     if row.verdict == stats.TIE:
         low, high = 100 * (row.ahead_low - 1), 100 * (row.ahead_high - 1)
-        return f"tie with {code(row.peer)} ({low:+z.1f} to {high:+z.1f} %)"
+        return f"tie with {code(row.peer)}{mark} ({low:+z.1f} to {high:+z.1f} %)"
     # How much more time the slower of the two takes, whichever it is.
     low, by, high = row.ahead_low, row.ahead, row.ahead_high
     if row.verdict == stats.SLOWER:
         low, by, high = 1 / high, 1 / by, 1 / low
     span = f"[{percent_text(low)}, {percent_text(high)}]"
-    return f"**{row.verdict}** than {code(row.peer)} by {percent_text(by)} % {span}"
+    return f"**{row.verdict}** than {code(row.peer)}{mark} by {percent_text(by)} % {span}"
 
 
 def passed(rows: pd.DataFrame, label: str) -> int:

@@ -216,17 +216,24 @@ def against(comparison: Comparison) -> dict[str, Any] | None:
     rows = comparison.impls[comparison.impls["label"].isin(ours)]
     if comparison.functional or rows["verdict"].isna().all():
         return None
+    marks = {(row.case, row.label): deep_mark(row) for row in each(comparison.impls)}
+    with_verdict = rows[rows["verdict"].notna()]
     told = {
-        (row.case, row.label): linked(against_peer(row), row.anchor) for row in each(rows[rows["verdict"].notna()])
+        (row.case, row.label): linked(against_peer(row, marks[row.case, row.peer]), row.anchor)
+        for row in each(with_verdict)
     }
     lines = [[code(case), *(told.get((case, label), ABSENT) for label in ours)] for case in comparison.cases]
+    met = set(zip(with_verdict["case"], with_verdict["peer"], strict=True))
+    peers = comparison.impls[
+        [pair in met for pair in zip(comparison.impls["case"], comparison.impls["label"], strict=True)]
+    ]
     counts = rows["verdict"].value_counts()
     words = join([f"{counts.get(word, 0)} {word}" for word in (FASTER, TIE, SLOWER)])
     return {
         "table": Table(["case", *(code(label) for label in ours)], "l" * (1 + len(ours)), lines),
         "note": f"Verdicts: {words}. A tie is a difference whose {round(100 * CONFIDENCE)} % interval contains 0,"
         f" or one under {100 * comparison.smallest_effect:g} %. A percentage is how much more time the slower of"
-        " the two takes, paired by round, with its interval.",
+        f" the two takes, paired by round, with its interval. {deep_note(comparison, peers)}".rstrip(),
     }
 
 

@@ -210,6 +210,20 @@ def test_what_the_deeper_check_found_wrong_stands_at_the_top(tmp_path: Path) -> 
     assert section(text, "What to run").endswith("† not right in the [deeper check](#deep).\n\n")
 
 
+def test_a_best_peer_that_the_deeper_check_found_wrong_is_marked(tmp_path: Path) -> None:
+    records = fake.gpu_records({name: fake.GPU_CASES[name] for name in ("b1_1k", "b1_8k")})
+    folder = fake.write(tmp_path / "study", records)
+    (bad,) = (r for r in records if (r.get("case"), r.get("impl")) == ("b1_8k", "flash-attn-3"))
+    told = {"kind": "check", "timing": None, "status": "wrong", "reason": "normal: off", "check": FAULT}
+    rec.append(folder / rec.CHECKS_FILE, bad | told)
+    render_study([folder])
+    said = section(text_of(folder), "Who is ahead").partition("### Against the best peer")[2]
+    of_case = {line.split("`")[1]: line for line in said.splitlines() if line.startswith("| `b1")}
+    assert "`flash-attn-3`† by" in of_case["b1_8k"]
+    assert "†" not in of_case["b1_1k"]
+    assert "with its interval. † not right in the [deeper check](#deep)." in said
+
+
 # Figures and captions
 
 
