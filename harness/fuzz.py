@@ -38,6 +38,7 @@ from harness.env import default_device, environment
 from harness.families import FAMILY_NAMES
 from harness.inputs import guard, make_inputs
 from harness.record import RANDOM_FILE, Record
+from harness.worker import WAKE_S
 from impls.catalog import OURS, load
 from impls.contract import DecodeImpl, DecodeInputs, ImplUnavailable, InputError, PlanRefused, Scalar
 from impls.problem import DecodeProblem
@@ -281,7 +282,7 @@ def _try_many(
                 running[pool.submit(try_all, seed, n, names, device)] = n
             if not running:
                 return
-            finished, _ = wait(running, return_when=FIRST_COMPLETED)
+            finished, _ = wait(running, WAKE_S, FIRST_COMPLETED)
             for future in finished:
                 yield running.pop(future), future.result()
 

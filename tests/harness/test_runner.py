@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -246,21 +247,27 @@ def test_a_check_says_where_the_time_went(tmp_path: Path) -> None:
     assert re.search(r": (normal|plan) \d+", line), line
 
 
+def interrupt_when(complete: Callable[[], bool]) -> threading.Event:
+    """Send this process Ctrl-C once something is complete; the event is set right before."""
+    interrupted = threading.Event()
+
+    def interrupt() -> None:
+        while not complete():
+            time.sleep(0.05)
+        interrupted.set()
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # not to the main thread, which waits
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    return interrupted
+
+
 def test_a_check_that_is_interrupted_ends_at_once_and_keeps_what_was_complete(tmp_path: Path, monkeypatch) -> None:
     """The second case stalls for good; the first, without keys, is complete when Ctrl-C comes."""
     monkeypatch.setenv(fakes.STALL_VARIABLE, "1")
     first = replace(FIRST, problem=replace(FIRST.problem, kv_lens=(0,)))
     study = make_study(tmp_path, "right", "stalls", cases=(first, SECOND))
     path = tmp_path / "checks.jsonl"
-    interrupted = threading.Event()
-
-    def interrupt() -> None:
-        while not (path.exists() and path.read_bytes().count(b'"first"') == 2):
-            time.sleep(0.05)
-        interrupted.set()
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # not to the main thread, which waits
-
-    threading.Thread(target=interrupt, daemon=True).start()
+    interrupted = interrupt_when(lambda: path.exists() and path.read_bytes().count(b'"first"') == 2)
     with pytest.raises(KeyboardInterrupt):
         check_study(study, families=("normal",), records=path, jobs=2, setup=SETUP, deadline_s=600)
     assert interrupted.is_set()
@@ -272,15 +279,10 @@ def test_a_run_is_interrupted_whichever_thread_the_signal_reaches(tmp_path: Path
     first = replace(FIRST, problem=replace(FIRST.problem, kv_lens=(0,)))
     study = make_study(tmp_path, "right", "stalls", cases=(first, SECOND))
     path = tmp_path / "records.jsonl"
-
-    def interrupt() -> None:
-        while not (path.exists() and b'"first"' in path.read_bytes()):
-            time.sleep(0.05)
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
+    interrupted = interrupt_when(lambda: path.exists() and b'"first"' in path.read_bytes())
     with pytest.raises(KeyboardInterrupt):
         run_study(study, setup=SETUP, deadline_s=600)
+    assert interrupted.is_set()
     assert {r["case"] for r in record.read(path) if r["kind"] == "measurement" and r["case"]} == {"first"}
 
 
