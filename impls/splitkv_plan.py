@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from impls.contract import DecodeInputs, DecodeOutput, PlanRefused, Scalar, empty_output
+from impls.exchange import mail_bytes, mail_shape, may_exchange
 from impls.problem import DecodeProblem
 from impls.splits import (
     Int32Array,
     Int64Array,
     SplitTable,
     as_array,
+    common_count,
     equal_counts,
     make_table,
     plan_splits,
@@ -27,10 +29,15 @@ from impls.splits import (
 SPLIT_TUNING: Mapping[str, Scalar] = {
     "num_splits": "auto",
     "waves": None,
+    "merge": "auto",
     "workspace_budget_bytes": 2 << 30,
 }
 """What a caller may choose about splits: an integer or ``"auto"``; the rounds of CTAs that ``auto`` plans for,
-None for whichever ends first; and the largest workspace allowed."""
+None for whichever ends first; how splits are merged, one of :data:`MERGES`; and the largest workspace allowed."""
+
+MERGES = ("auto", "combine", "exchange")
+"""Ways to merge splits that a caller may ask for: a combine kernel, or an exchange inside of the split kernel
+(:mod:`impls.exchange`). ``auto`` exchanges where it can, unless splits merge in clusters."""
 
 CPU_CTAS = 32
 """What stands in for the SM count on a CPU: enough to split."""
@@ -78,6 +85,22 @@ def choose_splits(
     )
 
 
+def _exchange(asked: Scalar, can: bool, cluster: int) -> bool:
+    """Whether splits merge by exchange, as :data:`MERGES` has it.
+
+    Raises:
+        ValueError: if that is none of them, or what was asked for cannot be.
+    """
+    if asked not in MERGES:
+        raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {asked!r}")
+    if asked == "exchange" and not can:
+        raise ValueError(
+            "merge: expected 'auto' or 'combine' (an exchange takes two splits or more, as many for every sequence, "
+            f"all of whose CTAs are on the device at once; and no cluster, here {cluster}), got 'exchange'"
+        )
+    return can and asked != "combine"
+
+
 def enough_ctas(sms: int, problem: DecodeProblem, keys: int) -> int:
     """CTAs that read at the memory's full speed by TMA, for ``enough`` of :func:`choose_splits`.
 
@@ -119,6 +142,8 @@ class SplitKVPlan:
         enough: CTAs of this kernel that read at the memory's full speed; None takes one an SM.
         choose_cluster: from the splits of each sequence, ``[B]``, how many CTAs merge theirs by themselves, as one
             cluster; with more than 1 there are no partials and no merges. None where a kernel cannot do that.
+        at_once: CTAs of this kernel that are surely on the device at once, for :func:`may_exchange`; 0 where it
+            cannot exchange.
 
     Raises:
         PlanRefused: if the workspace would exceed ``workspace_budget_bytes``.
@@ -138,6 +163,7 @@ class SplitKVPlan:
         min_keys: int,
         enough: int | None = None,
         choose_cluster: Callable[[Int64Array], int] | None = None,
+        at_once: int = 0,
     ) -> None:
         table = choose_splits(
             problem,
@@ -148,8 +174,15 @@ class SplitKVPlan:
             enough=enough,
         )
         self._cluster = choose_cluster(table.counts) if choose_cluster else 1
-        partials = self._cluster == 1
-        workspace_bytes = table.workspace_bytes(problem.heads_q, problem.head_dim) if partials else 0
+        splits = common_count(table.counts)
+        can = self._cluster == 1 and may_exchange(problem.batch, splits, tiles_per_split, at_once)
+        self._exchange = _exchange(choice["merge"], can, self._cluster)
+        ctas = table.splits * tiles_per_split
+        slots = table.slots if self._cluster == 1 else 0
+        if self._exchange:
+            workspace_bytes = mail_bytes(slots, problem.heads_q, problem.head_dim, ctas)
+        else:
+            workspace_bytes = table.workspace_bytes(problem.heads_q, problem.head_dim) if slots else 0
         budget = positive(choice, "workspace_budget_bytes")
         if workspace_bytes > budget:
             raise PlanRefused(
@@ -161,14 +194,20 @@ class SplitKVPlan:
         self._counts = table.counts
         rows = upload(table.rows, device)
         self._items = rows[: table.splits]  # [splits, 4]
-        self._merges = rows[table.splits :] if partials else rows[:0]  # [merged sequences, 4]
-        shape = (table.slots if partials else 0, problem.heads_q)
-        self._partial = torch.empty((*shape, problem.head_dim), dtype=torch.float32, device=device)
-        self._partial_lse = torch.empty(shape, dtype=torch.float32, device=device)
+        self._merges = rows[table.splits :] if slots and not self._exchange else rows[:0]  # [merged sequences, 4]
+        f32 = torch.float32
+        if self._exchange:
+            mail = mail_shape(slots, problem.heads_q, problem.head_dim)
+            self._partial = torch.zeros(mail, dtype=f32, device=device)
+        else:
+            self._partial = torch.empty((slots, problem.heads_q, problem.head_dim), dtype=f32, device=device)
+        self._partial_lse = torch.empty((0 if self._exchange else slots, problem.heads_q), dtype=f32, device=device)
+        self._rounds = torch.zeros(ctas if self._exchange else 0, dtype=torch.int32, device=device)
         self._split_config: Mapping[str, Scalar] = {
             "num_splits": choice["num_splits"],
             "splits_max": table.splits_max,
-            "work_items": table.splits * tiles_per_split,
+            "work_items": ctas,
+            "merge": "exchange" if self._exchange else "combine" if slots else None,
             "workspace_bytes": workspace_bytes,
         }
 
@@ -182,7 +221,7 @@ class SplitKVPlan:
         return empty_output(self._problem, self._device)
 
     def workspaces(self) -> tuple[Tensor, ...]:
-        """The partials ``[slots, Hq, D]`` and their LSE ``[slots, Hq]``, both float32."""
+        """The partials ``[slots, Hq, D]`` and their LSE ``[slots, Hq]``, or the mail; all float32."""
         return self._partial, self._partial_lse
 
     def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:

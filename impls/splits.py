@@ -83,6 +83,12 @@ class SplitTable:
         return 4 * self.slots * heads_q * (head_dim + 1)
 
 
+def common_count(counts: Int64Array) -> int | None:
+    """The number of splits that all sequences have, from the splits of each, ``[B]``; or None."""
+    first: int | None = counts.item(0) if len(counts) else None
+    return first if first is not None and (counts == first).all() else None
+
+
 def as_array(kv_lens: Lengths) -> Int64Array:
     """Lengths as ``[B]`` int64; converted once, they need no conversion in the functions of this module."""
     if isinstance(kv_lens, np.ndarray):

@@ -16,9 +16,9 @@ at both ends), hence the inline PTX of :data:`PRELUDE`. Instructions: PTX ISA 8.
 import math
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import tilelang.language as T
+
+from impls.splits import Int64Array, common_count
 
 CLUSTERS = (2, 4, 8, 16)
 """The cluster sizes that our rule takes: each is a compiled kernel, for TileLang launches with constant sizes."""
@@ -179,14 +179,8 @@ def clusters_at_once(cluster: int, sms: int, ctas_per_sm: int) -> int:
     return max(0, -((lost - ctas_per_sm * sms) // cluster))
 
 
-def common_count(counts: npt.NDArray[np.int64]) -> int | None:
-    """The number of splits that all sequences have, or None."""
-    first = counts.item(0) if len(counts) else None
-    return first if first is not None and (counts == first).all() else None
-
-
 def cluster_size(
-    counts: npt.NDArray[np.int64], tiles: int, sms: int, ctas_per_sm: int, sizes: Sequence[int] = CLUSTERS
+    counts: Int64Array, tiles: int, sms: int, ctas_per_sm: int, sizes: Sequence[int] = CLUSTERS
 ) -> int:
     """The cluster in which the splits of every sequence merge, or 1: they write partials for a combine kernel.
 

@@ -11,13 +11,12 @@ from impls.contract import Scalar
 from impls.problem import DecodeProblem
 from impls.space import Space
 from impls.splitkv_plan import positive
-from impls.splits import Int64Array
+from impls.splits import Int64Array, common_count
 from impls.tilelang_cluster import (
     CTA_BYTES,
     MAX_CLUSTER,
     STATIC_BYTES,
     cluster_size,
-    common_count,
     ctas_per_sm,
     static_bytes,
 )

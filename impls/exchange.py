@@ -1,0 +1,51 @@
+"""Merging the splits of a sequence inside of the split kernel, through global memory: the protocol, and when.
+
+A combine kernel can only start when the last CTA of the split kernel has ended: a launch, a wait for all memory
+and a read, 1.5 to 2 µs on an H200. Where all CTAs of a split kernel are on the device at once, they can merge their
+splits by themselves instead. The ``S`` splits of one head tile deal its elements out among themselves: every CTA
+writes its unnormalised float32 output, with the maximum and the sum of each head, to its slot in the *mail*, waits
+for the others' words that belong to its own share, and merges those.
+
+No flag, fence or barrier says that a word has been written: the word does. It is 8 bytes, a float32 value and the
+number of the *round*, which every launch of a plan raises by one, written and read as one (PTX ISA, memory
+consistency model: relaxed accesses of up to 64 bits are single-copy atomic). A reader asks again until the round is
+its own. So the way from the last key to the output is one trip to the L2 cache and back. NCCL's "LL" protocol
+does the same between GPUs.
+
+Rounds are counted on the device, by each CTA for itself, for a CUDA graph replays the same arguments. The counters
+begin at 0, and so does the mail, whose words are therefore of no round. Both are a plan's state between runs: the
+mail may be overwritten with anything that holds no round to come, the counters may not.
+
+Nobody may wait for a CTA that cannot start. All CTAs of a launch fit the device at once, and should other work hold
+part of it for long, the splits of one head tile are neighbours in the grid: whichever are started, only the last of
+them wait for CTAs that are not, and those need no more than ``S`` places. Lengths must have the same number of
+splits for that (:func:`impls.splits.common_count`): then a CTA's place in the grid says which it is.
+"""
+
+from __future__ import annotations
+
+STATS = 2
+"""Words of a head in a slot after its ``D`` columns: the maximum of its scores and the sum of their weights."""
+
+
+def mail_shape(slots: int, heads_q: int, head_dim: int) -> tuple[int, int, int, int]:
+    """``[slots, Hq, D + 2, 2]`` float32: words of a value and a round (an int32, bit for bit)."""
+    return slots, heads_q, head_dim + STATS, 2
+
+
+def mail_bytes(slots: int, heads_q: int, head_dim: int, ctas: int) -> int:
+    """Bytes of the mail and of the counters of ``ctas`` CTAs."""
+    words = slots * heads_q * (head_dim + STATS)
+    return 8 * words + 4 * ctas
+
+
+def may_exchange(batch: int, splits: int | None, tiles_per_split: int, at_once: int) -> bool:
+    """Whether the splits of a batch can merge by exchange.
+
+    Args:
+        batch: sequences, B.
+        splits: of every sequence; None where they differ.
+        tiles_per_split: CTAs that one split launches: KV heads times head tiles.
+        at_once: CTAs of the split kernel that are surely on the device at once; 0 if it cannot exchange.
+    """
+    return splits is not None and splits > 1 and batch * splits * tiles_per_split <= at_once
