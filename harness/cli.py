@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.families import FAMILY_NAMES
-from harness.record import CHECKS_FILE, IMPOSTORS_FILE, SELFTEST_FILE, STATUSES, RecordError
+from harness.record import CHECKS_FILE, IMPOSTORS_FILE, REPEAT_FILE, SELFTEST_FILE, STATUSES, RecordError
 from harness.runner import Outcome, RunError, check_study, run_study
 from harness.selftest import EXPERIMENTS, run_selftest
 from harness.study import (
@@ -174,6 +174,12 @@ def run(
         ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run; measure every case.")] = False,
+    repeat: Annotated[
+        bool,
+        typer.Option(
+            "--repeat", help=f"Run what is recorded once more, into {REPEAT_FILE}: what differs from run to run."
+        ),
+    ] = False,
     require: Annotated[
         list[str] | None,
         typer.Option(
@@ -185,6 +191,7 @@ def run(
 ) -> None:
     """Check and time every implementation on each case; an interrupted run is continued.
 
+    A repeat must be of the same problems, seeds and method as the records; the report compares the two runs.
     Fails if nothing succeeded.
     """
     loaded = load_study(study)
@@ -193,7 +200,7 @@ def run(
     for name in required:
         if name not in in_study:
             raise StudyError(f"--require: expected {OUR_NAME} or one of {', '.join(in_study)}, got {name!r}")
-    summary = run_study(loaded, device=device, method=method, fresh=fresh, console=progress)
+    summary = run_study(loaded, device=device, method=method, fresh=fresh, repeat=repeat, console=progress)
     rows = sorted(summary.rows, key=lambda row: in_study.index(row["impl"]))
     console.print(_tally((row["impl"], row["status"], row["reason"]) for row in rows))
     console.print(f"{summary.run_id} is in {summary.records}", soft_wrap=True)
@@ -232,7 +239,10 @@ def export(
     studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help="The studies.", show_default=False)],
     to: Annotated[Path, typer.Option(metavar="FILE", help="A .csv or .parquet file.", show_default=False)],
 ) -> None:
-    """Write the records of studies as one long table, a row a sample; harness.export documents its columns."""
+    """Write the records of studies as one long table, a row a sample; harness.export documents its columns.
+
+    A study's repeat is not in it: a median over the table is that of the report.
+    """
     from harness.export import export as export_records
 
     rows = export_records([study_folder(find_study(study)) for study in studies], to)
@@ -249,10 +259,10 @@ def compare(
 
     Fails on a significant slowdown beyond --allow, or if anything stopped being ok.
     """
-    from harness.compare import compare_files
+    from harness.compare import compare_files, markdown
 
     result = compare_files(old, new, allow=allow / 100)
-    typer.echo(result.markdown(), nl=False)
+    typer.echo(markdown(result), nl=False)
     if result.failed:
         raise typer.Exit(1)
 

@@ -68,7 +68,9 @@ def to_pandas(*where: str | Path) -> pd.DataFrame:
     """The measurements of record files as one long data frame with the columns of :data:`COLUMNS`.
 
     Args:
-        where: record files, or folders that hold a ``records.jsonl``.
+        where: record files, or folders that hold a ``records.jsonl``. The ``repeat.jsonl`` of a folder is in the
+            frame only where it is named itself, so that a median over a study is that of one run; its rows have a
+            ``run_id`` of their own.
 
     Returns:
         A row a sample, in the order of the files; none is left out, so filter by ``status``, ``method`` and

@@ -62,6 +62,9 @@ IMPOSTORS_FILE = "impostors.jsonl"
 FINDINGS_FILE = "findings.jsonl"
 """Name of the file, in a study's folder, with the smallest problem of each wrong answer of its check."""
 
+REPEAT_FILE = "repeat.jsonl"
+"""A second run of a study, beside its records: what differs from run to run."""
+
 RANDOM_FILE = "random.jsonl"
 """Random problems that implementations were tried on, beside the impostors."""
 

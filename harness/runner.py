@@ -35,7 +35,7 @@ from harness.loop import (
     run_case,
     start,
 )
-from harness.record import READ_CEILING, STREAM_READ, Record, records_file
+from harness.record import READ_CEILING, REPEAT_FILE, STREAM_READ, Record, records_file
 from harness.study import Case, Entry, Study
 from harness.worker import (
     BOUND,
@@ -122,6 +122,7 @@ def run_study(
     device: str | None = None,
     method: str | None = None,
     fresh: bool = False,
+    repeat: bool = False,
     setup: Setup | None = None,
     deadline_s: float = DEADLINE_S,
     console: Console | None = None,
@@ -137,22 +138,27 @@ def run_study(
         device: ``cpu`` or ``cuda``; None takes CUDA where there is a device, else the CPU.
         method: of timing, one of the device's :data:`harness.worker.METHODS`; None takes the default.
         fresh: begin a new run and measure every case.
+        repeat: run what the folder's ``records.jsonl`` holds once more, into :data:`harness.record.REPEAT_FILE`.
         setup: implementations, timer and bound in place of the real ones; ``device`` goes before its.
         deadline_s: the longest one step may take before its process is killed.
         console: where to show progress; None shows none.
 
     Raises:
         RunError: if no worker starts, e.g. because CUDA was asked for and is not there; or if no device was
-            asked for, the last run in the file was a GPU's, and here is none.
+            asked for, the last run in the file was a GPU's, and here is none; or if it would repeat other
+            problems, seeds or another method than those recorded.
         harness.record.RecordError: if the records file holds something else.
     """
+    first = _Repeated.read(study) if repeat else None
     chosen = _setup(setup, device)
     if method is not None:
         chosen = replace(chosen, method=method)
     with WorkerPool(chosen, deadline_s) as pool:
         ready = start(pool)
         by_default = chosen.method in (None, default_method(ready.device))
-        path = study.folder / records_file(None if by_default else chosen.method)
+        path = study.folder / (REPEAT_FILE if repeat else records_file(None if by_default else chosen.method))
+        if first is not None:
+            first.expect_same_way(ready, chosen.device)
         journal = _Journal.open(path, study, ready, asked=chosen.device, fresh=fresh)
         todo = [case for case in study.cases if not journal.is_complete(case, study.entries, ready)]
         with Display(console, total=len(todo) * len(study.entries)) as display:
@@ -334,6 +340,56 @@ def _ceiling(pool: WorkerPool, journal: _Journal, display: Display) -> float | N
     """The device's read ceiling in GB/s, measured once a run; None where that fails."""
     row = journal.ceiling() or journal.add_ceiling(measure_ceiling(pool, display))
     return gbps_of_ceiling(row["status"], row["config"], row["timing"])
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """The records of a study that are to be repeated: the same problems, seeds and method, or it is no repeat."""
+
+    path: Path
+    records: Sequence[Record]
+
+    @classmethod
+    def read(cls, study: Study) -> _Repeated:
+        """The study's records, which must have every case as the study has it now.
+
+        Raises:
+            RunError: naming the case, and what of it is another.
+        """
+        path = study.folder / records_file()
+        if not path.is_file():
+            raise RunError(f"{path}: expected the records of a run to repeat, got no such file")
+        records = record.read(path)
+        rows = {r["case"]: r for r in records if r["kind"] == "measurement"}
+        for case in study.cases:
+            if (row := rows.get(case.name)) is None:
+                raise RunError(f"{path}: expected records of {case.name} to repeat, got none")
+            now, then = (
+                {**p, "seed": seed}
+                for p, seed in ((case.problem.to_dict(), case.seed), (row["problem"], row["seed"]))
+            )
+            if differ := [key for key in now if now[key] != then.get(key)]:
+                raise RunError(
+                    f"{path}: {case.name}: expected the problem that the study has now, to repeat it, got another"
+                    f" {', '.join(differ)}"
+                )
+        return cls(path, records)
+
+    def expect_same_way(self, ready: Ready, asked: str | None) -> None:
+        """Refuse a device or a method of timing that is not that of the records.
+
+        Raises:
+            RunError: naming both.
+        """
+        keep_to_gpu(self.path, self.records, ready, asked)
+        for row in self.records:
+            if row["kind"] == "measurement" and row["case"] is not None and row["timing"] is not None:
+                then = (row["timing"]["method"], row["timing"]["cache"])
+                if then != (ready.method, ready.cache):
+                    raise RunError(
+                        f"{self.path}: a repeat is timed like what it repeats: expected method {then[0]}, cache"
+                        f" {then[1]}, got method {ready.method}, cache {ready.cache}"
+                    )
 
 
 class _Journal:

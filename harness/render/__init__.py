@@ -55,6 +55,7 @@ def _write_report(folders: Sequence[Path]) -> tuple[Path, Comparison | None]:
         from harness.render.figures import FIGURES, draw_all
         from harness.render.frame import load
         from harness.render.markdown import context, write_report
+        from harness.render.repeats import read_repeat
         from harness.render.tuning import tuning_section
 
         comparison = load(folders)
@@ -62,6 +63,7 @@ def _write_report(folders: Sequence[Path]) -> tuple[Path, Comparison | None]:
         figures = target / "figures"
         figures.mkdir(parents=True, exist_ok=True)
         helper.begin(comparison, figures, FIGURES)
-        said = context(comparison, target) | {"deep": deep_check(target), "tuned": tuning_section(target)}
+        repeat = read_repeat(comparison, target)
+        said = context(comparison, target, repeat) | {"deep": deep_check(target), "tuned": tuning_section(target)}
         drawn = draw_all(comparison, figures, helper)
     return write_report(comparison, said, drawn, target), comparison

@@ -228,11 +228,16 @@ def impl_of(label: str) -> str:
     return label.split(" ", 1)[0]
 
 
-def load(folders: Sequence[Path]) -> Comparison:
-    """The comparison that the ``records.jsonl`` of one or more study folders hold.
+def load(folders: Sequence[Path], *, file: str | None = None, anchor: str = "r") -> Comparison:
+    """The comparison that the record files of one or more study folders hold.
 
     Where a case was recorded more than once, its newest run counts. With several folders, the name of
     each case begins with that of its folder.
+
+    Args:
+        folders: of the studies.
+        file: the name of the record file in each; None is that of a run by the default method.
+        anchor: what the anchors of its lines begin with.
 
     Raises:
         harness.record.RecordError: for a folder without records or measurements, a line that is not a record,
@@ -244,7 +249,7 @@ def load(folders: Sequence[Path]) -> Comparison:
     rows: list[Row] = []
     ceilings: dict[str, float] = {}
     for i, (name, folder) in enumerate(names.items()):
-        found = _read_folder(folder)
+        found = _read_folder(folder, file, anchor)
         runs |= found.runs
         ceilings |= found.ceilings
         for row in found.rows:
@@ -297,8 +302,8 @@ class _Found:
     ceilings: Mapping[str, float]
 
 
-def _read_folder(folder: Path) -> _Found:
-    path = folder / records_file()
+def _read_folder(folder: Path, file: str | None, anchor: str) -> _Found:
+    path = folder / (file or records_file())
     if not path.is_file():
         raise RecordError(f"{path}: expected the records of a run, got no such file")
     numbered = read_numbered(path)
@@ -321,7 +326,7 @@ def _read_folder(folder: Path) -> _Found:
             continue
         line, device = lines[id(record)], device_of(run)
         parts = profiles.get((record["case"], series_label(record), device), {})
-        place = {"case": record["case"], "line": line, "anchor": f"r{line}", "device": device}
+        place = {"case": record["case"], "line": line, "anchor": f"{anchor}{line}", "device": device}
         told = {"sm_count": run["env"].get("sm_count"), "deep": deep.get((record["case"], series_label(record)))}
         rows.append(row_of(record) | parts | place | told)
     return _Found(runs, rows, ceilings)

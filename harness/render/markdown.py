@@ -12,6 +12,7 @@ from harness.render.captions import CAPTIONS
 from harness.render.figures import FIGURES, Drawn
 from harness.render.findings import DEEP, FEW_PEERS, headline, peers_of
 from harness.render.frame import Comparison
+from harness.render.repeats import Repeat, repeat_section, within_rounds
 from harness.render.template import Picture, fill
 from harness.render.text import bytes_text, code, escape, join, versions
 from harness.stats import CONFIDENCE
@@ -48,8 +49,8 @@ def write_report(comparison: Comparison, said: Mapping[str, Any], drawn: Mapping
     return fill("report.md.j2", {**said, **figures}, folder)
 
 
-def context(comparison: Comparison, folder: Path) -> dict[str, Any]:
-    """What the template fills in, but for the figures."""
+def context(comparison: Comparison, folder: Path, repeat: Repeat | None = None) -> dict[str, Any]:
+    """What the template fills in, but for the figures; ``repeat`` is the study's second run, where it has one."""
     notes, marks = _notes(comparison)
     return {
         "title": f"{escape(comparison.name)}: split-KV decode attention compared",
@@ -58,6 +59,8 @@ def context(comparison: Comparison, folder: Path) -> dict[str, Any]:
         "has_fixed": comparison.has_fixed,
         "decisions": tables.decisions(comparison),
         "decisions_note": tables.decisions_note(comparison),
+        "within_rounds": within_rounds(repeat),
+        "repeat": None if repeat is None else repeat_section(repeat),
         "runs": tables.runs(comparison),
         "summary": tables.summary(comparison),
         "summary_note": _summary_note(comparison),

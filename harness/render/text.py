@@ -39,6 +39,13 @@ def versions(env: Mapping[str, Any], libraries: Sequence[str]) -> list[str]:
     return parts
 
 
+def host_text(env: Mapping[str, Any]) -> str:
+    """The CPU of a run's machine and how many logical cores it has, as far as its environment names them."""
+    if not env.get("cpu"):
+        return "a CPU that was not recorded"
+    return escape(str(env["cpu"])) + (f", {env['cpu_count']} logical cores" if env.get("cpu_count") else "")
+
+
 def cases_text(n: int) -> str:
     """``1 case``, ``2 cases``."""
     return f"{n} case" + ("s" if n != 1 else "")

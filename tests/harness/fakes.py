@@ -369,6 +369,12 @@ class Timer:
         return Reading(sm_mhz=1980, memory_mhz=3201, temperature_c=40, power_w=500.0, reasons=())
 
 
+class WarmTimer(Timer):
+    """The same in another state of the cache."""
+
+    cache = "warm"
+
+
 class NoTimer(Timer):
     def __init__(self, device: torch.device) -> None:
         raise RuntimeError("device: expected a better one")

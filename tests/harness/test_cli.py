@@ -172,9 +172,11 @@ def test_run_passes_on_what_was_asked(study: Path, monkeypatch: pytest.MonkeyPat
     fake = FakeRun(torch_sdpa="ok")
     monkeypatch.setattr(harness.cli, "run_study", fake)
     assert exit_code("run", study) == 0
-    assert (fake.asked["device"], fake.asked["fresh"]) == (None, False)
+    assert (fake.asked["device"], fake.asked["fresh"], fake.asked["repeat"]) == (None, False, False)
     assert exit_code("run", study, "--device", "cpu", "--fresh") == 0
     assert (fake.asked["device"], fake.asked["fresh"]) == ("cpu", True)
+    assert exit_code("run", study, "--repeat") == 0
+    assert fake.asked["repeat"] is True
     assert exit_code("run", study, "--device", "tpu") == 2
 
 

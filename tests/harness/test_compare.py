@@ -9,7 +9,7 @@ import pytest
 
 from harness import cli
 from harness import record as rec
-from harness.compare import GONE, CompareError, compare_files
+from harness.compare import GONE, CompareError, compare_files, markdown
 from tests.harness import fake_records as fake
 
 CASES = {name: fake.GPU_CASES[name] for name in ("b1_8k", "b16_8k")}
@@ -92,7 +92,7 @@ def test_what_stopped_being_ok_fails_and_what_became_ok_does_not(tmp_path: Path)
     result = compare_files(old(tmp_path), broken)
     [failed] = [c for c in result.changes if c.failed]
     assert (failed.case, failed.label, failed.old, failed.new) == ("b1_8k", "flash-attn-3", "ok", "failed")
-    assert "| ok → failed |" in result.markdown()
+    assert "| ok → failed |" in markdown(result)
     assert not compare_files(broken, old(tmp_path)).failed
 
 
@@ -121,13 +121,13 @@ def test_without_a_bound_times_are_compared_as_they_are(tmp_path: Path) -> None:
     result = compare_files(before, before)
     assert not result.failed
     assert all(not c.bounded for c in result.changes)
-    assert "*unbounded*" in result.markdown()
+    assert "*unbounded*" in markdown(result)
 
 
 def test_what_changed_in_the_environment_is_listed(tmp_path: Path) -> None:
     result = compare_files(old(tmp_path), new(tmp_path, torch="2.12.0", gpu=None))
     assert result.environment == {"gpu": ("NVIDIA H200", "–"), "torch": ("2.11.0", "2.12.0")}
-    assert "| torch | 2.11.0 | 2.12.0 |" in result.markdown()
+    assert "| torch | 2.11.0 | 2.12.0 |" in markdown(result)
 
 
 @pytest.mark.parametrize("key", ["method", "cache"])

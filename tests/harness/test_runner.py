@@ -83,6 +83,52 @@ def measurements(study: Study) -> dict[tuple[str | None, str], dict[str, Any]]:
     return by_name
 
 
+# --- repeating -------------------------------------------------------------------------------------------
+
+
+def repeat(study: Study, *, fresh: bool = False, setup: Setup = SETUP) -> RunSummary:
+    return run_study(study, fresh=fresh, repeat=True, setup=setup, deadline_s=DEADLINE_S)
+
+
+def test_a_repeat_has_a_file_of_its_own_and_is_continued_like_a_run(tmp_path: Path) -> None:
+    study = make_study(tmp_path, "right", "other")
+    first = run(study)
+    before = first.records.read_bytes()
+    second = repeat(study)
+    assert (second.records, second.resumed) == (tmp_path / "repeat.jsonl", 0)
+    assert second.run_id != first.run_id
+    assert first.records.read_bytes() == before
+    assert [(r["case"], r["impl"]) for r in second.rows] == [(r["case"], r["impl"]) for r in first.rows]
+    assert (repeat(study).run_id, repeat(study).resumed) == (second.run_id, 2)
+    third = repeat(study, fresh=True)
+    assert {r["run_id"] for r in record.read(third.records)} == {third.run_id}
+    assert first.records.read_bytes() == before
+
+
+def test_what_is_no_repeat_of_the_records_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    study = make_study(tmp_path, "right")
+    records = re.escape(str(tmp_path / "records.jsonl"))
+    with pytest.raises(RunError, match=f"{records}: expected the records of a run to repeat, got no such file"):
+        repeat(study)
+    run(study)
+    longer = replace(FIRST, problem=replace(FIRST.problem, kv_lens=(38,)))
+    refused = {
+        "another kv_lens": (longer, SECOND),
+        "another seed": (replace(FIRST, seed=9), SECOND),
+        "another kv_lens, seed": (replace(longer, seed=9), SECOND),
+    }
+    for told, cases in refused.items():
+        reason = f"{records}: first: expected the problem that the study has now, to repeat it, got {told}$"
+        with pytest.raises(RunError, match=reason):
+            repeat(replace(study, cases=cases))
+    with pytest.raises(RunError, match=f"{records}: expected records of third to repeat, got none"):
+        repeat(replace(study, cases=(FIRST, replace(SECOND, name="third"))))
+    other_way = replace(SETUP, timer="tests.harness.fakes:WarmTimer")
+    with pytest.raises(RunError, match=r"expected method fake, cache \w+, got method fake, cache warm"):
+        repeat(study, setup=other_way)
+    assert not (tmp_path / "repeat.jsonl").exists()
+
+
 # --- continuing ------------------------------------------------------------------------------------------
 
 
