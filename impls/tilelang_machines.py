@@ -33,16 +33,13 @@ import tilelang.language as T
 import torch
 from tilelang.contrib.cc import get_cplus_compiler
 
+from impls import tilelang_cluster, tilelang_exchange
 from impls.contract import DecodeInputs, InputError
 from impls.splits import check_offsets
-from impls.tilelang_cluster import (
-    CLUSTERS,
-    PRELUDE,
-    cluster_open,
-    cluster_push,
-    cluster_receive,
-    cluster_wait,
-)
+
+PRELUDE = r"""
+static __device__ __forceinline__ void zero_16_bytes(void *p) { *static_cast<uint4 *>(p) = make_uint4(0, 0, 0, 0); }
+"""
 
 
 @T.macro
@@ -97,6 +94,16 @@ def _cpu_load(X, ring, full, stage, row, head, rows, cols):
 @T.macro
 def _cuda_release():
     T.sync_threads()
+
+
+@T.macro
+def _cuda_clear_part(ring, stage, rest, first, rows, cols):
+    for n in T.serial(T.ceildiv(rows * cols // 8, 32)):
+        j = first + (n * 32 + T.get_thread_binding() % 32) // (cols // 8)
+        d = (n * 32 + T.get_thread_binding() % 32) % (cols // 8) * 8
+        if j >= rest:
+            T.call_extern("void", "zero_16_bytes", T.address_of(ring[stage, j, d]))
+    T.call_extern("void", "__syncwarp")
 
 
 @T.macro
@@ -159,17 +166,22 @@ class Machine:
     release: Any
     trigger: Any
     depend: Any
+    clear_part: Any
     zero: Any
     max_into: Any
     sum: Any
     clusters: tuple[int, ...] = ()
+    exchanges: bool = False
     cluster_open: Any
     cluster_wait: Any
     cluster_push: Any
     cluster_receive: Any
+    mail_post: Any
+    mail_ask: Any
+    mail_await: Any
 
-    def kernel(self, *grid: Any, threads: int, cluster: int = 1) -> Any:
-        """The launch frame over a grid, in clusters of CTAs where the machine has them."""
+    def kernel(self, *grid: Any, threads: int, cluster: int = 1, exchange: bool = False) -> Any:
+        """The launch frame over a grid, in clusters of CTAs or for an exchange where the machine has them."""
         raise NotImplementedError
 
     def packed(self, shape: list[Any], strides: list[Any], dtype: str) -> Any:
@@ -217,13 +229,14 @@ class Ampere(Machine):
     release = _cuda_release
     trigger = _nothing
     depend = _nothing
+    clear_part = _cuda_clear_part
     zero = _cuda_zero
     max_into = _cuda_max_into
     sum = _cuda_sum
 
-    def kernel(self, *grid: Any, threads: int, cluster: int = 1) -> Any:
+    def kernel(self, *grid: Any, threads: int, cluster: int = 1, exchange: bool = False) -> Any:
         """A grid of CTAs of ``threads`` threads."""
-        return T.Kernel(*grid, threads=threads)
+        return T.Kernel(*grid, threads=threads, prelude=PRELUDE)
 
     def packed(self, shape: list[Any], strides: list[Any], dtype: str) -> Any:
         """Contiguous: ``cp.async`` moves 16 bytes only where the compiler can prove them aligned."""
@@ -261,17 +274,24 @@ class Hopper(Ampere):
     wait = _hopper_wait
     trigger = _hopper_trigger
     depend = _hopper_depend
-    clusters = CLUSTERS
-    cluster_open = cluster_open
-    cluster_wait = cluster_wait
-    cluster_push = cluster_push
-    cluster_receive = cluster_receive
+    clusters = tilelang_cluster.CLUSTERS
+    cluster_open = tilelang_cluster.cluster_open
+    cluster_wait = tilelang_cluster.cluster_wait
+    cluster_push = tilelang_cluster.cluster_push
+    cluster_receive = tilelang_cluster.cluster_receive
+    exchanges = True
+    mail_post = tilelang_exchange.mail_post
+    mail_ask = tilelang_exchange.mail_ask
+    mail_await = tilelang_exchange.mail_await
 
-    def kernel(self, *grid: Any, threads: int, cluster: int = 1) -> Any:
+    def kernel(self, *grid: Any, threads: int, cluster: int = 1, exchange: bool = False) -> Any:
         """A grid of CTAs of ``threads`` threads, ``cluster`` neighbours of the first axis in a cluster."""
-        if cluster == 1:
-            return T.Kernel(*grid, threads=threads)
-        return T.Kernel(*grid, threads=threads, cluster_dims=cluster, prelude=PRELUDE)
+        prelude = PRELUDE
+        if cluster > 1:
+            return T.Kernel(
+                *grid, threads=threads, cluster_dims=cluster, prelude=prelude + tilelang_cluster.PRELUDE
+            )
+        return T.Kernel(*grid, threads=threads, prelude=prelude + (tilelang_exchange.PRELUDE if exchange else ""))
 
     def packed(self, shape: list[Any], strides: list[Any], dtype: str) -> Any:
         """Any row and head stride: they go into the tensor map."""
@@ -302,7 +322,7 @@ class Cpu(Machine):
     max_into = _cpu_max_into
     sum = _cpu_sum
 
-    def kernel(self, *grid: Any, threads: int, cluster: int = 1) -> Any:
+    def kernel(self, *grid: Any, threads: int, cluster: int = 1, exchange: bool = False) -> Any:
         """A loop nest; there are no threads."""
         return T.Kernel(*grid)
 

@@ -50,6 +50,7 @@ import torch
 from torch import Tensor
 
 from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, check_tuning
+from impls.exchange import STATS
 from impls.libraries import check_capability, sm_count
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
@@ -60,6 +61,7 @@ try:
     import tilelang.language as T
 
     from impls.tilelang_cluster import column_width
+    from impls.tilelang_exchange import SPLITS_AT_ONCE
     from impls.tilelang_machines import (
         MACHINES,
         Machine,
@@ -99,6 +101,47 @@ TUNING: Mapping[str, Scalar] = {**SPLIT_TUNING, **TILE_TUNING}
 logging.getLogger("tilelang").setLevel(logging.WARNING)  # one line for each compilation otherwise
 
 
+@T.macro
+def merge_start(merged, columns):
+    """Nothing merged yet: maximum -inf, sum 0 and columns 0 in ``merged``, ``[2 + columns]``."""
+    merged[0] = -T.infinity("float32")
+    for e in T.unroll(1, 2 + columns):
+        merged[e] = 0.0
+
+
+@T.macro
+def merge_more(merged, maxima, sums, values, splits, columns, scale_log2):
+    """Merge some columns of unnormalised splits into ``merged``; one without keys has the sum 0 and is left out.
+
+    Selected, not multiplied by 0: its maximum is -inf, and its columns may hold anything.
+    """
+    before = T.alloc_var("float32")
+    rescale = T.alloc_var("float32")
+    before = merged[0]
+    for s in T.unroll(splits):
+        merged[0] = T.if_then_else(sums[s] != 0, T.max(merged[0], maxima[s]), merged[0])
+    rescale = T.if_then_else(before > -T.infinity("float32"), T.exp2((before - merged[0]) * scale_log2), 0.0)
+    for e in T.unroll(1, 2 + columns):
+        merged[e] *= rescale
+    for s in T.unroll(splits):
+        rescale = T.exp2((maxima[s] - merged[0]) * scale_log2)
+        merged[1] += T.if_then_else(sums[s] != 0, sums[s] * rescale, 0.0)
+        for e in T.unroll(columns):
+            merged[2 + e] += T.if_then_else(sums[s] != 0, values[s, e] * rescale, 0.0)
+
+
+def merged_value(merged, column):
+    """A column of the output, from what was merged: 0 without keys."""
+    return T.if_then_else(merged[1] != 0, merged[2 + column] / merged[1], 0.0)
+
+
+def merged_lse(merged, scale_log2):
+    """The natural-log LSE of what was merged: -inf without keys."""
+    return T.if_then_else(
+        merged[1] != 0, (merged[0] * scale_log2 + T.log2(merged[1])) * LN_2, -T.infinity("float32")
+    )
+
+
 def split_kernel(
     machine: Machine,
     heads_q: int,
@@ -110,10 +153,12 @@ def split_kernel(
     num_stages: int,
     threads: int,
     cluster: int = 1,
+    exchange: bool = False,
 ):
     """The split kernel as a ``prim_func``: attention of one head tile over one split.
 
-    With ``cluster > 1`` every sequence has that many splits, and those of one head tile are a cluster.
+    With ``cluster > 1`` every sequence has that many splits, and those of one head tile are a cluster. With
+    ``exchange`` every sequence has as many splits as another, known when the kernel runs.
 
     Args:
         machine: buffers, loops and ring of the target.
@@ -125,7 +170,9 @@ def split_kernel(
         block_n: keys per tile.
         num_stages: tiles in flight.
         threads: per CTA.
-        cluster: CTAs that merge their splits by themselves; 1, and each writes a partial for the combine kernel.
+        cluster: CTAs that merge their splits by themselves, as a cluster.
+        exchange: whether they do so through global memory (:mod:`impls.exchange`). With neither, each writes a
+            partial for the combine kernel.
     """
     group = heads_q // heads_kv
     head_tiles = -(-group // block_h)
@@ -137,8 +184,14 @@ def split_kernel(
     tall = head_rows(group, block_h)
     width = column_width(head_dim, cluster)
     policy = T.GemmWarpPolicy.FullRow
-    batch, total_kv, clusters, slots = (T.dynamic(name) for name in ("batch", "total_kv", "clusters", "slots"))
+    batch, total_kv, groups, slots = (T.dynamic(name) for name in ("batch", "total_kv", "groups", "slots"))
     k_row, k_head, v_row, v_head = (T.dynamic(name) for name in ("k_row", "k_head", "v_row", "v_head"))
+
+    # The CTAs that merge their splits by themselves, as many for every sequence.
+    peers, ctas = (T.dynamic("peers"), T.dynamic("ctas")) if exchange else (cluster, 0)
+    tiles = heads_kv * head_tiles
+    grid = (peers, tiles, groups) if exchange else (groups * tiles * cluster,)
+    partial_shape = [slots, heads_q, head_dim + STATS, 2] if exchange else [slots, heads_q, head_dim]
 
     @T.prim_func
     def split(
@@ -150,18 +203,19 @@ def split_kernel(
         Q: T.Tensor([batch, heads_q, head_dim], dtype),
         K: machine.packed([total_kv, heads_kv, head_dim], [k_row, k_head, 1], dtype),
         V: machine.packed([total_kv, heads_kv, head_dim], [v_row, v_head, 1], dtype),
-        Items: T.Tensor([clusters, cluster, 4], "int32"),
+        Items: T.Tensor([groups, peers, 4], "int32"),
         Output: T.Tensor([batch, heads_q, head_dim], dtype),
         Lse: T.Tensor([batch, heads_q], accum),
-        Partial: T.Tensor([slots, heads_q, head_dim], accum),
-        Partial_lse: T.Tensor([slots, heads_q], accum),
+        Partial: T.Tensor(partial_shape, accum),
+        Partial_lse: T.Tensor([0 if exchange else slots, heads_q], accum),
+        Rounds: T.Tensor([ctas], "int32"),
     ):
-        # One axis: a grid's others end at 65535. A cluster is the splits of a sequence, all for one head tile; then
-        # the heads of a split are neighbours, for they share its rows.
-        with machine.kernel(clusters * heads_kv * head_tiles * cluster, threads=threads, cluster=cluster) as pid:
-            rank = pid % cluster
-            bx = pid // cluster % (heads_kv * head_tiles)
-            by = pid // (cluster * heads_kv * head_tiles)
+        # Peers are neighbours, then the heads of a split, for they share its rows. One axis, because a grid's others
+        # end at 65535; but in an exchange, which is never that wide, an axis each, for no division by ``peers``.
+        with machine.kernel(*grid, threads=threads, cluster=cluster, exchange=exchange) as pid:
+            rank = pid[0] if exchange else pid % cluster
+            bx = pid[1] if exchange else pid // cluster % tiles
+            by = pid[2] if exchange else pid // (cluster * tiles)
             Q_shared = machine.shared([rows, dim], dtype)
             K_ring = machine.ring(num_stages, block_n, dim, dtype)
             V_ring = machine.ring(num_stages, block_n, dim, dtype)
@@ -180,6 +234,7 @@ def split_kernel(
             full_k = machine.barriers(num_stages, threads)
             full_v = machine.barriers(num_stages, threads)
 
+            cta = (by * tiles + bx) * peers + rank
             head_kv = bx // head_tiles
             head = head_kv * group + bx % head_tiles * block_h
             heads = T.min(group - bx % head_tiles * block_h, block_h)
@@ -203,15 +258,18 @@ def split_kernel(
             row = Items[by, rank, 1]
             keys = Items[by, rank, 2]
             slot = Items[by, rank, 3]
-            tiles = T.ceildiv(keys, block_n)
+            steps = T.ceildiv(keys, block_n)
             # K and V are on their way before anything else is read.
             for t in T.serial(num_stages):
-                if t < tiles:
+                if t < steps:
                     machine.load(K, K_ring, full_k, t, row + t * block_n, head_kv, block_n, dim)
                     machine.load(V, V_ring, full_v, t, row + t * block_n, head_kv, block_n, dim)
                 else:
                     machine.skip()
                     machine.skip()
+            if exchange:
+                current = T.alloc_var("int32")
+                current = Rounds[cta] + 1
             for i, d in machine.parallel(rows, dim):
                 if i % block_h < heads and d < head_dim:
                     Q_shared[i, d] = Q[sequence, head + i % block_h, d]
@@ -224,7 +282,7 @@ def split_kernel(
             for i in machine.parallel(rows):
                 scores_max[i] = -T.infinity(accum)
 
-            for t in T.serial(tiles):
+            for t in T.serial(steps):
                 stage = t % num_stages
                 rest = keys - t * block_n
                 ahead = t + num_stages
@@ -238,7 +296,7 @@ def split_kernel(
                     clear_accum=True,
                 )
                 # K is refilled while V is still to be used: half a tile more in flight.
-                if ahead < tiles:
+                if ahead < steps:
                     machine.release()
                     machine.load(K, K_ring, full_k, stage, row + ahead * block_n, head_kv, block_n, dim)
                 else:
@@ -267,11 +325,14 @@ def split_kernel(
                 machine.wait(full_v, stage, t // num_stages % 2, num_stages)
                 if rest < block_n:
                     # The tile's last rows belong to nobody: they may hold NaN, and 0 x NaN would survive.
-                    for j, d in machine.parallel(block_n, dim):
-                        if j >= rest:
-                            machine.zero(V_ring, stage, j, d)
+                    if parts > 1:  # every warp clears what it reads itself, and waits for no other
+                        machine.clear_part(V_ring, stage, rest, own, part_n, dim)
+                    else:
+                        for j, d in machine.parallel(block_n, dim):
+                            if j >= rest:
+                                machine.zero(V_ring, stage, j, d)
                 T.gemm(P, machine.tile(V_ring, stage, own, part_n), acc_o, policy=policy)
-                if ahead < tiles:
+                if ahead < steps:
                     machine.release()
                     machine.load(V, V_ring, full_v, stage, row + ahead * block_n, head_kv, block_n, dim)
                 else:
@@ -296,15 +357,12 @@ def split_kernel(
                 if i % block_h < heads:
                     part_o[i, d] = acc_o[i, d] * scores_scale[i]
 
-            if cluster > 1:
+            if cluster > 1 or exchange:
                 top = T.alloc_var(accum)
                 total = T.alloc_var(accum)
-                value = T.alloc_var(accum)
                 four = T.alloc_local([4], accum)
-                maxima = T.alloc_local([cluster], accum)
-                sums = T.alloc_local([cluster], accum)
-                values = T.alloc_local([cluster], accum)
-                machine.cluster_wait()
+                if cluster > 1:
+                    machine.cluster_wait()
                 for step in T.unroll(T.ceildiv(tall * dim // 4, threads)):
                     i = (step * threads + T.get_thread_binding()) // (dim // 4)
                     d = (step * threads + T.get_thread_binding()) % (dim // 4) * 4
@@ -318,33 +376,78 @@ def split_kernel(
                             total += part_sum[p * block_h + i]
                             for e in T.vectorized(4):
                                 four[e] += part_o[p * block_h + i, d + e]
-                        machine.cluster_push(received, stats, arrived, rank, i, d, width, four, top, total)
-                machine.cluster_receive(arrived)
-                for step in T.serial(T.ceildiv(tall * width, threads)):
-                    i = (step * threads + T.get_thread_binding()) // width
-                    c = (step * threads + T.get_thread_binding()) % width
-                    if i < heads and rank * width + c < head_dim:
-                        for s in T.unroll(cluster):
-                            maxima[s] = stats[s, i, 0]
-                            sums[s] = stats[s, i, 1]
-                            values[s] = received[s, i, c]
-                        top = -T.infinity(accum)
-                        total = 0.0
-                        value = 0.0
-                        # A split without keys has the sum 0 and is left out by selection.
-                        for s in T.unroll(cluster):
-                            top = T.if_then_else(sums[s] > 0, T.max(top, maxima[s]), top)
-                        for s in T.unroll(cluster):
-                            maxima[s] = T.if_then_else(sums[s] > 0, T.exp2((maxima[s] - top) * scale_log2), 0.0)
-                            total += T.if_then_else(sums[s] > 0, sums[s] * maxima[s], 0.0)
-                            value += T.if_then_else(maxima[s] > 0, values[s] * maxima[s], 0.0)
-                        Output[sequence, head + i, rank * width + c] = T.cast(
-                            T.if_then_else(total > 0, value / total, 0.0), dtype
-                        )
-                        if rank == 0 and c == 0:
-                            Lse[sequence, head + i] = T.if_then_else(
-                                total > 0, (top * scale_log2 + T.log2(total)) * LN_2, -T.infinity(accum)
-                            )
+                        if cluster > 1:
+                            machine.cluster_push(received, stats, arrived, rank, i, d, width, four, top, total)
+                        else:
+                            machine.mail_post(Partial, slot, head + i, d, four[0], four[1], current)
+                            machine.mail_post(Partial, slot, head + i, d + 2, four[2], four[3], current)
+                            if d == 0:
+                                machine.mail_post(Partial, slot, head + i, head_dim, top, total, current)
+                if cluster > 1:
+                    maxima = T.alloc_local([cluster], accum)
+                    sums = T.alloc_local([cluster], accum)
+                    values = T.alloc_local([cluster, 1], accum)
+                    merged = T.alloc_local([3], accum)
+                    machine.cluster_receive(arrived)
+                    for step in T.serial(T.ceildiv(tall * width, threads)):
+                        i = (step * threads + T.get_thread_binding()) // width
+                        c = (step * threads + T.get_thread_binding()) % width
+                        if i < heads and rank * width + c < head_dim:
+                            for s in T.unroll(cluster):
+                                maxima[s] = stats[s, i, 0]
+                                sums[s] = stats[s, i, 1]
+                                values[s, 0] = received[s, i, c]
+                            merge_start(merged, 1)
+                            merge_more(merged, maxima, sums, values, cluster, 1, scale_log2)
+                            Output[sequence, head + i, rank * width + c] = T.cast(merged_value(merged, 0), dtype)
+                            if rank == 0 and c == 0:
+                                Lse[sequence, head + i] = merged_lse(merged, scale_log2)
+                else:
+                    maxima = T.alloc_local([SPLITS_AT_ONCE], accum)
+                    sums = T.alloc_local([SPLITS_AT_ONCE], accum)
+                    values = T.alloc_local([SPLITS_AT_ONCE, 2], accum)
+                    merged = T.alloc_local([4], accum)
+                    stats = T.alloc_local([SPLITS_AT_ONCE, 4], accum)
+                    words = T.alloc_local([SPLITS_AT_ONCE, 4], accum)
+                    # Of the tile's columns, by twos, an equal share for each of the peers.
+                    begin = T.alloc_var("int32")
+                    end = T.alloc_var("int32")
+                    two = T.alloc_var("int32")
+                    i = T.alloc_var("int32")
+                    d = T.alloc_var("int32")
+                    begin = T.truncdiv(heads * (head_dim // 2) * rank, peers)
+                    end = T.truncdiv(heads * (head_dim // 2) * (rank + 1), peers)
+                    for step in T.serial(T.ceildiv(end - begin, threads)):
+                        two = begin + step * threads + T.get_thread_binding()
+                        i = T.truncdiv(two, head_dim // 2)
+                        d = T.truncmod(two, head_dim // 2) * 2
+                        if two < end:
+                            merge_start(merged, 2)
+                            for chunk in T.serial(T.ceildiv(peers, SPLITS_AT_ONCE)):
+                                first = slot - rank + chunk * SPLITS_AT_ONCE
+                                some = peers - chunk * SPLITS_AT_ONCE
+                                for s in T.unroll(SPLITS_AT_ONCE):
+                                    if s < some:
+                                        machine.mail_ask(Partial, first + s, head + i, head_dim, stats, s)
+                                        machine.mail_ask(Partial, first + s, head + i, d, words, s)
+                                for s in T.unroll(SPLITS_AT_ONCE):
+                                    sums[s] = 0.0
+                                    if s < some:
+                                        machine.mail_await(
+                                            Partial, first + s, head + i, head_dim, stats, s, current
+                                        )
+                                        machine.mail_await(Partial, first + s, head + i, d, words, s, current)
+                                        maxima[s] = stats[s, 0]
+                                        sums[s] = stats[s, 2]
+                                        values[s, 0] = words[s, 0]
+                                        values[s, 1] = words[s, 2]
+                                merge_more(merged, maxima, sums, values, SPLITS_AT_ONCE, 2, scale_log2)
+                            for e in T.vectorized(2):
+                                Output[sequence, head + i, d + e] = T.cast(merged_value(merged, e), dtype)
+                            if d == 0:
+                                Lse[sequence, head + i] = merged_lse(merged, scale_log2)
+                    if T.get_thread_binding() == 0:
+                        Rounds[cta] = current
             else:
                 out_max = machine.fragment([tall], accum)
                 out_sum = machine.fragment([tall], accum)
@@ -361,10 +464,10 @@ def split_kernel(
                     for i, d in machine.parallel(tall, dim):
                         out_o[i, d] += part_o[p * block_h + i, d]
                 for i, d in machine.parallel(tall, dim):
-                    out_o[i, d] = T.if_then_else(out_sum[i] > 0, out_o[i, d] / out_sum[i], 0.0)
+                    out_o[i, d] = T.if_then_else(out_sum[i] != 0, out_o[i, d] / out_sum[i], 0.0)
                 for i in machine.parallel(tall):
                     out_sum[i] = T.if_then_else(
-                        out_sum[i] > 0, (out_max[i] * scale_log2 + T.log2(out_sum[i])) * LN_2, -T.infinity(accum)
+                        out_sum[i] != 0, (out_max[i] * scale_log2 + T.log2(out_sum[i])) * LN_2, -T.infinity(accum)
                     )
                 if slot < 0:
                     for i, d in machine.parallel(tall, dim):
@@ -449,18 +552,18 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
                 logsum = logsum * rescale
                 for s in T.unroll(block_s):
                     weight[s] = T.if_then_else(
-                        weight[s] > -T.infinity(accum), T.exp2((weight[s] - lse_max) * LOG2_E), 0.0
+                        weight[s] != -T.infinity(accum), T.exp2((weight[s] - lse_max) * LOG2_E), 0.0
                     )
                     logsum += weight[s]
                 for d in machine.parallel(head_dim):
                     acc_o[d] *= rescale
                     for s in T.unroll(block_s):
-                        acc_o[d] += T.if_then_else(weight[s] > 0, partial[s, d] * weight[s], 0.0)
+                        acc_o[d] += T.if_then_else(weight[s] != 0, partial[s, d] * weight[s], 0.0)
             for d in machine.parallel(head_dim):
-                Output[sequence, bx, d] = T.cast(T.if_then_else(logsum > 0, acc_o[d] / logsum, 0.0), dtype)
+                Output[sequence, bx, d] = T.cast(T.if_then_else(logsum != 0, acc_o[d] / logsum, 0.0), dtype)
             for i in machine.parallel(1):
                 Lse[sequence, bx + i] = T.if_then_else(
-                    logsum > 0, lse_max + T.log2(logsum) * LN_2, -T.infinity(accum)
+                    logsum != 0, lse_max + T.log2(logsum) * LN_2, -T.infinity(accum)
                 )
 
     return combine
@@ -468,11 +571,13 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
 
 @cache
 def compiled_split(
-    machine: str, heads_q: int, heads_kv: int, head_dim: int, dtype: str, tile: Tile, cluster: int
+    machine: str, heads_q: int, heads_kv: int, head_dim: int, dtype: str, tile: Tile, cluster: int, exchange: bool
 ) -> Any:
     """The compiled split kernel; lengths, batch size and strides are run-time values."""
     target = MACHINES[machine]
-    kernel = split_kernel(target, heads_q, heads_kv, head_dim, dtype, **asdict(tile), cluster=cluster)
+    kernel = split_kernel(
+        target, heads_q, heads_kv, head_dim, dtype, **asdict(tile), cluster=cluster, exchange=exchange
+    )
     return _compile(target, kernel, pass_configs(target, tile))
 
 
@@ -524,6 +629,8 @@ class TileLangPlan(SplitKVPlan):
         machine = choose_machine(device)
         tile = choose_tile(machine, problem, choice)
         sms = sm_count(device) if device.type == "cuda" else CPU_CTAS
+        # Who asks for another way to merge has said no to clusters.
+        asked = 1 if choice["cluster"] is None and choice["merge"] != "auto" else choice["cluster"]
         super().__init__(
             problem,
             device,
@@ -532,17 +639,17 @@ class TileLangPlan(SplitKVPlan):
             tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
             min_keys=tile.block_n,
             enough=enough_ctas(sms, problem, tile.block_n * tile.num_stages) if machine.tma else None,
-            choose_cluster=lambda counts: choose_cluster(
-                machine, problem, tile, choice["cluster"], counts, sms=sms
-            ),
+            choose_cluster=lambda counts: choose_cluster(machine, problem, tile, asked, counts, sms=sms),
+            at_once=sms if machine.exchanges else 0,
         )
         dtype = compute_dtype(machine, problem.dtype)
         self._machine = machine
-        self._clusters = self._items.unflatten(0, (-1, self._cluster))  # [clusters, CTAs of one, 4]
+        peers = len(self._items) // problem.batch if self._exchange else self._cluster
+        self._groups = self._items.unflatten(0, (-1, peers))  # [groups, splits that merge by themselves, 4]
         self._dtype = TORCH_DTYPES[dtype]
         self._scale_log2 = problem.softmax_scale * LOG2_E
         shape = (problem.heads_q, problem.heads_kv, problem.head_dim)
-        self._split = compiled_split(machine.name, *shape, dtype, tile, self._cluster)
+        self._split = compiled_split(machine.name, *shape, dtype, tile, self._cluster, self._exchange)
         self._combine = compiled_combine(machine.name, problem.heads_q, problem.head_dim, dtype)
         self.config = {
             "library": "tilelang",
@@ -554,6 +661,7 @@ class TileLangPlan(SplitKVPlan):
             "num_stages": tile.num_stages,
             "threads": tile.threads,
             "cluster": self._cluster,
+            "merge": "cluster" if self._cluster > 1 else self._split_config["merge"],
             "machine": machine.name,
             "tma": machine.tma,
             "warp_specialize": False,
@@ -566,9 +674,8 @@ class TileLangPlan(SplitKVPlan):
         q, k, v = (x.to(self._dtype) for x in (inputs.q, inputs.k, inputs.v))
         result = out if out.dtype == self._dtype else torch.empty_like(out, dtype=self._dtype)
         strides = (*k.stride()[:2], *v.stride()[:2])
-        self._split(
-            self._scale_log2, *strides, q, k, v, self._clusters, result, lse, self._partial, self._partial_lse
-        )
+        partials = (self._partial, self._partial_lse, self._rounds)
+        self._split(self._scale_log2, *strides, q, k, v, self._groups, result, lse, *partials)
         if result is not out:
             out.copy_(result)
 

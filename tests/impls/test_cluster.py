@@ -7,11 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import tilelang
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tilelang import tvm
 
 from harness.check import check_plan, compare, same_bits
 from harness.inputs import make_inputs
@@ -28,12 +26,12 @@ from impls.tilelang_cluster import (
     static_bytes,
 )
 from impls.tilelang_machines import MACHINES
-from impls.tilelang_splitkv import HEAD_DIMS, TUNING, TileLangSplitKV, pass_configs, split_kernel
-from impls.tilelang_tile import Tile, choose_cluster, choose_tile, head_rows, tile_bytes
+from impls.tilelang_splitkv import HEAD_DIMS, TUNING, TileLangSplitKV
+from impls.tilelang_tile import choose_cluster, choose_tile, head_rows
 from tests.impls.cases import problem
+from tests.impls.lowering import lowered
 
 CPU = torch.device("cpu")
-HOPPER = MACHINES["sm_90a"]
 H200_SMS = 132
 
 
@@ -190,23 +188,6 @@ def test_every_column_has_one_owner_and_no_16_bytes_have_two(head_dim: int, clus
 # --- what it lowers to ------------------------------------------------------------------------------------
 
 
-def lowered(shape: DecodeProblem, cluster: int, **choice: int) -> tuple[str, list[int] | None, Tile]:
-    """The CUDA source of the split kernel on sm_90a, the cluster that it is launched in, and the tile."""
-    tile = choose_tile(HOPPER, shape, {**TUNING, **choice})
-    kernel = split_kernel(
-        HOPPER, shape.heads_q, shape.heads_kv, shape.head_dim, "bfloat16", **vars(tile), cluster=cluster
-    )
-    with (
-        tvm.transform.PassContext(opt_level=3, config=pass_configs(HOPPER, tile)),
-        tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}),
-    ):
-        artifact = tilelang.lower(kernel)
-    (function,) = artifact.device_mod.functions.values()
-    assert int(function.attrs["dyn_shared_memory_buf"]) == tile_bytes(HOPPER, shape, tile)
-    dims = function.attrs.get("cluster_dims")
-    return artifact.kernel_source, None if dims is None else [int(n) for n in dims], tile
-
-
 def declared_bytes(source: str) -> int:
     """Bytes of the arrays that a kernel declares ``__shared__``."""
     sizes = {"uint64_t": 8, "float": 4}
@@ -276,13 +257,6 @@ def test_it_lowers_where_the_tile_has_64_rows() -> None:
 # --- on a GPU ---------------------------------------------------------------------------------------------
 
 GPU = torch.device("cuda")
-
-
-@pytest.fixture
-def hopper() -> None:
-    """Clusters are of sm_90a; on another GPU there is nothing to compare."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs sm_90a")
 
 
 SHAPES = [

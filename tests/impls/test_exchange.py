@@ -1,0 +1,202 @@
+"""Splits that merge through global memory inside of the split kernel: when they may, and that TileLang's are right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.check import check_plan, compare, poison_workspaces, same_bits
+from harness.inputs import make_inputs
+from impls.exchange import mail_bytes, mail_shape, may_exchange
+from impls.problem import DecodeProblem
+from impls.reference import reference
+from impls.tilelang_splitkv import TileLangSplitKV
+from tests.impls.cases import problem
+from tests.impls.lowering import lowered
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+# --- when they may ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "splits", "tiles", "at_once", "may"),
+    [
+        (1, 16, 8, 132, True),
+        (1, 17, 8, 132, False),  # 136 CTAs
+        (16, 1, 8, 132, False),  # nothing to merge
+        (4, None, 8, 132, False),  # not as many for every sequence
+        (0, None, 8, 132, False),
+        (1, 2, 1, 0, False),  # a kernel that cannot
+    ],
+)
+def test_all_ctas_must_be_on_the_device_at_once(
+    batch: int, splits: int | None, tiles: int, at_once: int, may: bool
+) -> None:
+    assert may_exchange(batch, splits, tiles, at_once) is may
+
+
+@given(st.integers(0, 100), st.integers(1, 64), st.integers(1, 256), st.integers(1, 1000))
+def test_bytes_are_those_of_the_tensors(slots: int, heads: int, dim: int, ctas: int) -> None:
+    words = torch.empty(mail_shape(slots, heads, dim), dtype=torch.float32, device="meta")
+    rounds = torch.empty(ctas, dtype=torch.int32, device="meta")
+    assert mail_bytes(slots, heads, dim, ctas) == words.nbytes + rounds.nbytes
+
+
+def test_what_cannot_be_is_refused_with_what_was_expected() -> None:
+    shape = problem(300, 310)
+    assert TileLangSplitKV().plan(shape, CPU, {"num_splits": 4}).config["merge"] == "combine"
+    assert TileLangSplitKV().plan(shape, CPU, {"num_splits": 1}).config["merge"] is None
+    with pytest.raises(ValueError, match="merge: expected 'auto' or 'combine' .*, got 'exchange'"):
+        TileLangSplitKV().plan(shape, CPU, {"num_splits": 4, "merge": "exchange"})
+    with pytest.raises(ValueError, match="merge: expected one of auto, combine, exchange, got 'atomics'"):
+        TileLangSplitKV().plan(shape, CPU, {"merge": "atomics"})
+
+
+# --- what it lowers to ------------------------------------------------------------------------------------
+
+
+def test_an_exchange_writes_words_and_waits_for_words() -> None:
+    source, dims, _ = lowered(problem(8192, heads=(32, 8), head_dim=128), 1, exchange=True)
+    assert dims is None
+    body = source[source.rindex('extern "C" __global__') :]
+    assert "st.relaxed.gpu.global.v2.b64" in source
+    assert "ld.relaxed.gpu.global.v2.b64" in source
+    assert "Partial_lse" not in body.partition(")")[2]
+    assert body.index("mail_post(") < body.index("mail_ask(") < body.index("mail_await(")
+    assert "Output[" not in body.partition("mail_await(")[0]
+    last = body.rpartition("mail_await(")[2]
+    assert "Rounds[" in last, "a round is counted when it is over"
+    assert body.index("cudaGridDependencySynchronize()") < body.index("Rounds[")
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+def test_warps_meet_twice_a_tile(exchange: bool) -> None:
+    """Where K and where V are refilled; each warp clears V's last rows for itself."""
+    source, _, _ = lowered(problem(8192, heads=(32, 8), head_dim=128), 1, exchange=exchange)
+    body = source[source.rindex('extern "C" __global__') :]
+    loop = body[body.index(".wait(") : body.index("AllReduce<tl::SumOp")]
+    assert loop.count("__syncthreads()") == 2
+    assert loop.count("__syncwarp()") == 1
+
+
+# --- that it is right -------------------------------------------------------------------------------------
+
+SHAPES = [
+    ((32, 8), 128, 8),
+    ((16, 4), 128, 16),
+    ((32, 8), 64, 3),
+    ((28, 4), 128, 5),
+    ((8, 8), 128, 7),
+    ((14, 2), 80, 33),
+    ((8, 4), 96, 9),
+    ((16, 2), 192, 2),
+    ((8, 1), 256, 33),
+    ((24, 1), 128, 12),
+    ((64, 1), 128, 6),
+    ((70, 1), 128, 31),
+]
+LENGTHS = [(1001, 517), (64, 65), (5000,)]
+
+
+def _exchange_plan(shape: DecodeProblem, splits: int):  # type: ignore[no-untyped-def]
+    plan = TileLangSplitKV().plan(shape, GPU, {"num_splits": splits, "merge": "exchange"})
+    assert plan.config["merge"] == "exchange"
+    assert plan.config["workspace_bytes"] == sum(t.nbytes for t in (*plan.workspaces(), plan._rounds))
+    return plan
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "splits"), SHAPES, ids=lambda value: str(value).replace(", ", "-").strip("()")
+)
+def test_an_exchange_is_right(heads: tuple[int, int], head_dim: int, splits: int) -> None:
+    for lens in LENGTHS:
+        shape = problem(*lens, heads=heads, head_dim=head_dim, dtype="bfloat16")
+        for layout, family in (("packed", "normal"), ("interleaved", "normal"), ("packed", "needles")):
+            plan = _exchange_plan(shape, splits)
+            inputs = make_inputs(shape, 7, GPU, family=family, layout=layout, split_counts=(plan.split_counts,))
+            result = check_plan(plan, inputs, reference(inputs))
+            assert result.ok, (lens, layout, family, result.reason)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("splits", [2, 8, 16])
+def test_runs_back_to_back_are_equal_in_bits(splits: int) -> None:
+    """500 launches, each put in place while the one before runs, into outputs of their own."""
+    shape = problem(1001, heads=(32, 8), head_dim=128, dtype="bfloat16")
+    inputs = make_inputs(shape, 7, GPU)
+    plan = _exchange_plan(shape, splits)
+    outputs = [plan.new_output() for _ in range(500)]
+    for output in outputs:
+        plan.run(inputs, output)
+    torch.cuda.synchronize()
+    assert all(same_bits(outputs[0], output) for output in outputs[1:])
+    result = compare(outputs[0], reference(inputs), shape)
+    assert result.ok, result.reason
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_two_plans_in_turn_and_a_side_stream() -> None:
+    """Each has rounds of its own; whatever is in the mail before a run is of no round."""
+    shape = problem(4000, heads=(32, 8), head_dim=128, dtype="bfloat16")
+    inputs = make_inputs(shape, 7, GPU)
+    ref = reference(inputs)
+    one, other = _exchange_plan(shape, 8), _exchange_plan(shape, 16)
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for _ in range(20):
+        for plan in (one, other, one):
+            poison_workspaces(plan)
+            result = compare(plan.run(inputs, plan.new_output()), ref, shape)
+            assert result.ok, result.reason
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            output = one.run(inputs, one.new_output())
+        torch.cuda.current_stream().wait_stream(side)
+        result = compare(output, ref, shape)
+        assert result.ok, result.reason
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_a_graph_of_an_exchange_is_replayed_on_other_values() -> None:
+    """A graph replays the same arguments: the round is counted on the device."""
+    shape = problem(1001, heads=(32, 8), head_dim=128, dtype="bfloat16")
+    inputs, other = (make_inputs(shape, seed, GPU) for seed in (1, 2))
+    plan = _exchange_plan(shape, 8)
+    target = plan.new_output()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            plan.run(inputs, target)
+    expected = [plan.run(values, plan.new_output()) for values in (inputs, other)]
+    for _ in range(30):
+        for values, right in zip((inputs, other), expected, strict=True):
+            kept = [x.clone() for x in (inputs.q, inputs.k, inputs.v)]
+            for mine, new in zip((inputs.q, inputs.k, inputs.v), (values.q, values.k, values.v), strict=True):
+                mine.copy_(new)
+            target.out.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert same_bits(target, right)
+            for mine, old in zip((inputs.q, inputs.k, inputs.v), kept, strict=True):
+                mine.copy_(old)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_our_rule_exchanges_what_no_cluster_merges() -> None:
+    impl = TileLangSplitKV()
+    for lens, merge in (((8192,), "exchange"), ((1024,), "cluster"), ((8192, 100), "combine"), ((512,) * 40, None)):
+        shape = problem(*lens, heads=(32, 8), head_dim=128, dtype="bfloat16")
+        plan = impl.plan(shape, GPU)
+        assert plan.config["merge"] == merge, lens
+        inputs = make_inputs(shape, 7, GPU)
+        result = check_plan(plan, inputs, reference(inputs))
+        assert result.ok, result.reason
