@@ -9,6 +9,9 @@ import math
 
 from impls.problem import DecodeProblem
 
+CEILING_SLACK = 1.03
+"""How much faster than the read ceiling a time may seem before it is called impossible."""
+
 
 def io_bytes(problem: DecodeProblem) -> int:
     """Bytes that any implementation must move: K and V and q read once, the output written once.

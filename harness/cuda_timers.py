@@ -13,8 +13,9 @@
 
 ``events`` (cache flushed)
     The protocol of the official examples and of ``do_bench``: one launch at a time between two CUDA events,
-    :data:`FLUSH_BYTES` written before each, outside of it; 25 ms of warm-up, 100 ms measured. A launch that
-    the host cannot queue in time counts.
+    :data:`FLUSH_BYTES` written before each, outside of it; 25 ms of warm-up, 100 ms measured. The events are
+    made before the first launch, and a sample is the median of its calls. A launch that the host cannot queue
+    in time counts.
 
 ``kernels`` (cache cold)
     The graph of ``graph`` under CUPTI, through torch's profiler: the time in which at least one kernel of a
@@ -65,6 +66,9 @@ FLUSH_BYTES = 256 * 2**20
 
 WARM_UP_MS, MEASURED_MS = 25.0, 100.0
 """How long ``events`` runs a plan untimed, and timed, over all rounds."""
+
+EVENTS_STATISTIC = "median"
+"""What a sample of ``events`` is of its calls."""
 
 DISPLACED_BYTES = (512 * 2**10, 8 * 2**20)
 """The most that :meth:`GraphTimer.displace` takes from the allocator's small blocks and from its large ones."""

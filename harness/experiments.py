@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from harness.check import check_plan
-from harness.cuda_timers import EventsTimer, GraphTimer, GraphWarmTimer, KernelsTimer
+from harness.cuda_timers import EVENTS_STATISTIC, EventsTimer, GraphTimer, GraphWarmTimer, KernelsTimer
 from harness.env import environment
 from harness.inputs import input_sets
 from harness.planning import planning
@@ -121,7 +121,8 @@ def timers(case: Case, device: torch.device) -> Iterator[Trial]:
     for name, plan, inputs in _plans(case, device):
         top = head(case, name, "timers")
         for timer in (GraphTimer(device), GraphWarmTimer(device), EventsTimer(device)):
-            yield {**top, "timer": timer.method, "us": median_us(timer, case, plan, device)}
+            of_calls = {"of_calls": EVENTS_STATISTIC} if timer.method == "events" else {}
+            yield {**top, "timer": timer.method, "us": median_us(timer, case, plan, device), **of_calls}
         call = call_of(plan, inputs)
         others: Mapping[str, Callable[[], float]] = {
             "triton do_bench": partial(testing.do_bench, call, warmup=25, rep=100, return_mode="median"),
@@ -150,7 +151,8 @@ def example(case: Case, device: torch.device) -> Iterator[Trial]:
         events = EventsTimer(device)
         samples = samples_of(events, case, plan, device, events.max_rounds)
         top["config"] = dict(plan.config)
-        yield {**top, "timer": events.method, "us": statistics.fmean(samples), "samples": samples}
+        us = {"us": statistics.fmean(samples), "samples": samples, "of_calls": EVENTS_STATISTIC}
+        yield {**top, "timer": events.method, **us}
         bench = partial(profiler.do_bench, call_of(plan, inputs), warmup=500)
         yield {**top, "timer": "tilelang do_bench(warmup=500)", **_milliseconds(bench)}
 

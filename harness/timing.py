@@ -20,11 +20,9 @@ from typing import Any, Protocol
 import torch
 
 from harness.clocks import Reading
+from harness.cost import CEILING_SLACK
 from impls.contract import DecodeInputs, DecodeOutput, DecodePlan
 from impls.problem import DecodeProblem
-
-CEILING_SLACK = 1.03
-"""How much faster than the read ceiling a time may seem before it is called impossible."""
 
 
 class CaptureFailed(RuntimeError):
@@ -215,7 +213,7 @@ def judge(samples_us: Sequence[float | None], *, kv_bytes: int, ceiling_gbps: fl
     """Why the times of one plan cannot be true, or None.
 
     Every sample must be finite and above zero. Their median must not be under the time that reading
-    ``kv_bytes`` takes at :data:`CEILING_SLACK` times the read ceiling.
+    ``kv_bytes`` takes at :data:`harness.cost.CEILING_SLACK` times the read ceiling.
 
     Args:
         samples_us: µs per call; None stands for a time that is not finite.

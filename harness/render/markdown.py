@@ -23,7 +23,8 @@ METHODS: Mapping[str, str] = {
     " compilation and planning are not in it. Before each timed replay comes an untimed one.",
     "graph-warm": "Method `graph-warm`: as `graph`, with a single input set.",
     "events": "Method `events`: one launch at a time between two CUDA events, after 256 MB were written outside of"
-    " them; 25 ms of warm-up, 100 ms measured. Where the host cannot queue a launch in time, its delay counts.",
+    " them; 25 ms of warm-up, 100 ms measured; a sample is the median of its calls. Where the host cannot queue a"
+    " launch in time, its delay counts.",
     "kernels": "Method `kernels`: the graph of `graph`, traced by CUPTI; a sample is the time in which at least one"
     " kernel of a call runs.",
     "wall": "Method `wall`: host time around a call, repeated. It shows that a kernel runs, not how fast it could.",

@@ -16,12 +16,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from harness import stats
+from harness.cost import CEILING_SLACK
 from harness.record import SELFTEST_FILE, Record, RecordError, read
 from harness.render.looks import ALARM_COLOUR, RC, WIDTH, save
 from harness.render.template import Picture, Table, fill
 from harness.render.text import code, escape, join, versions
 from harness.render.timing_tables import (
     duration,
+    example_note,
     example_reasons,
     example_table,
     liars_sentence,
@@ -86,6 +88,8 @@ GROUPS = (
 )
 
 DIFFERENCES: Mapping[str, str] = {
+    "events": "256 MB are written before each call, outside of its time; 25 ms of warm-up, 100 ms measured; the"
+    " events are made before the first launch, and a sample is the median of its calls.",
     "kernels and gaps": "the graph of `graph` with CUPTI attached: its kernels by the device's own clock, and the"
     " gaps between them as they are while it is traced, perhaps longer than untraced; where kernels overlap, the"
     " gap is below 0.",
@@ -99,7 +103,7 @@ DIFFERENCES: Mapping[str, str] = {
     "tilelang do_bench, cupti": "single calls after 256 MB were written, not a graph; times of kernels are added"
     " up, also where they overlap, as under programmatic dependent launch; the mean.",
 }
-"""Timer -> what it does otherwise than ours of its group."""
+"""Timer -> what it does otherwise than ours of its group; of ``events``, what others may do otherwise."""
 
 
 def write_timing_report(folder: Path) -> Path:
@@ -127,13 +131,16 @@ def write_timing_report(folder: Path) -> Path:
         "sensitivity": _sensitivity(by["sensitivity"]) if by["sensitivity"] else None,
         "smallest_found": _smallest_found(by["sensitivity"]) if by["sensitivity"] else None,
         "timers": _timers(by["timers"]),
-        "reasons": _reasons(by["timers"]),
+        "reasons": _reasons(by["timers"]) if by["timers"] else [],
         "planning": planning_table(by["planning"]) if by["planning"] else None,
         "planning_reasons": planning_reasons(by["planning"]),
         "example": example_table(by["example"]) if by["example"] else None,
         "example_reasons": example_reasons(by["example"]),
         "liars": liars_table(by["liars"]) if by["liars"] else None,
         "liars_sentence": liars_sentence(by["liars"]) if by["liars"] else None,
+        "example_note": example_note(by["example"]),
+        "has_ceiling": runs[-1]["env"].get("device") == "cuda",
+        "slack": f"{CEILING_SLACK:g}",
         "duration": duration(markers),
     }
     figures = {"identical": _draw_identical, "sensitivity": _draw_sensitivity}
@@ -159,8 +166,8 @@ def _false(trials: Iterable[Record], smallest_effect: float) -> int:
     return sum(stats.verdict(ratio_of(trial), smallest_effect) != stats.TIE for trial in trials)
 
 
-def _found(trials: Sequence[Record]) -> int:
-    return sum(stats.verdict(ratio_of(trial), smallest_effect=0) == stats.SLOWER for trial in trials)
+def _found(trials: Sequence[Record], smallest_effect: float) -> int:
+    return sum(stats.verdict(ratio_of(trial), smallest_effect) == stats.SLOWER for trial in trials)
 
 
 def _rate(hits: int, of: int) -> str:
@@ -250,19 +257,27 @@ def _sensitivity(trials: Sequence[Record]) -> Table:
     for size, mine in _by_size(trials).items():
         for effect, same in _effects(mine).items():
             measured = float(np.median([ratio_of(trial).median for trial in same]))
-            lines.append(
-                [size, f"{100 * effect:g} %", _rate(_found(same), len(same)), f"{100 * (measured - 1):.2f} %"]
-            )
-    return Table(["size", "slowed by", "found", "measured, median"], "lrrr", lines)
+            found = [_rate(_found(same, smallest), len(same)) for smallest in (0, SMALLEST_EFFECT)]
+            lines.append([size, f"{100 * effect:g} %", *found, f"{100 * (measured - 1):.2f} %"])
+    header = ["size", "slowed by", "found, threshold off", "found, threshold on", "measured, median"]
+    return Table(header, "lrrrr", lines)
 
 
 def _smallest_found(trials: Sequence[Record]) -> str:
+    off, on = _smallest_by_size(trials, 0), _smallest_by_size(trials, SMALLEST_EFFECT)
+    return (
+        f"The smallest slowdown found in {100 * FOUND_SHARE:g} % of trials, of those tried: with the threshold off"
+        f" {off}; with it on {on}."
+    )
+
+
+def _smallest_by_size(trials: Sequence[Record], smallest_effect: float) -> str:
     told = []
     for size, mine in _by_size(trials).items():
-        shares = {effect: _found(same) / len(same) for effect, same in _effects(mine).items()}
+        shares = {effect: _found(same, smallest_effect) / len(same) for effect, same in _effects(mine).items()}
         found = [effect for effect, share in shares.items() if share >= FOUND_SHARE]
-        told.append(f"{100 * min(found):g} % ({size})" if found else f"none of those tried ({size})")
-    return f"The smallest slowdown found in {100 * FOUND_SHARE:g} % of trials, of those tried: {join(told)}."
+        told.append(f"{100 * min(found):g} % ({size})" if found else f"none ({size})")
+    return join(told)
 
 
 def _times(trials: Sequence[Record]) -> dict[tuple[str, str], dict[str, float | None]]:
@@ -294,7 +309,11 @@ def _timers(trials: Sequence[Record]) -> list[dict[str, Any]]:
                 "title": group.title,
                 "note": group.note,
                 "table": Table(header, "ll" + "r" * (len(header) - 2), lines),
-                "differences": [f"{code(t)}: {DIFFERENCES[t]}" for t in present if t in DIFFERENCES],
+                "differences": [
+                    f"{code(t)}: {DIFFERENCES[t]}" + (_of_calls(trials) if t == "events" else "")
+                    for t in present
+                    if t in DIFFERENCES
+                ],
             }
         )
     return groups
@@ -319,9 +338,28 @@ def _agrees(ours: float | None, us: float | None) -> bool:
     return abs(us - ours) <= max(AGREEMENT * ours, AGREEMENT_US)
 
 
+def _of_calls(trials: Sequence[Record]) -> str:
+    """Where the recorded times of ``events`` are of before its samples were medians."""
+    if all("of_calls" in t for t in trials if t["timer"] == "events"):
+        return ""
+    return " The times here were recorded before that: their samples are means of calls, events made call by call."
+
+
 def _reasons(trials: Sequence[Record]) -> list[str]:
-    told = dict.fromkeys((t["timer"], t["reason"]) for t in trials if t["us"] is None)
-    return [f"{code(timer)}: {escape(reason)}" for timer, reason in told]
+    told = dict.fromkeys((t["timer"], t["reason"]) for t in trials if t["us"] is None and t["timer"] != "nvbench")
+    return [f"{code(timer)}: {escape(reason)}" for timer, reason in told] + [_nvbench(trials)]
+
+
+def _nvbench(trials: Sequence[Record]) -> str:
+    """Whether nvbench was there."""
+    mine = [t for t in trials if t["timer"] == "nvbench"]
+    if any(t["us"] is not None for t in mine):
+        return "`nvbench` was installed; its times stand beside those of `events`."
+    if not mine:
+        return "`nvbench` was not tried."
+    reason = str(mine[0]["reason"])
+    what = "was not installed" if reason.startswith("ModuleNotFoundError") else "did not work"
+    return f"`nvbench` {what}, so nothing was timed with it: {escape(reason)}."
 
 
 def _draw_identical(trials: Sequence[Record]) -> tuple[Figure, str, str]:

@@ -94,7 +94,16 @@ def example_table(trials: Sequence[Record]) -> Table:
         shape = f"{problem.batch} × {problem.max_kv}"
         rate = tflops(flops(problem), t["us"])
         lines.append([shape, code(t["impl"]), code(t["timer"]), us_text(t["us"]), f"{rate:.2f}"])
-    return Table(["sequences × keys", "implementation", "protocol", "µs, mean", "TFLOP/s"], "rllrr", lines)
+    return Table(["sequences × keys", "implementation", "protocol", "µs", "TFLOP/s"], "rllrr", lines)
+
+
+def example_note(trials: Sequence[Record]) -> str:
+    """What a time of each protocol is of its calls."""
+    of_calls = {t.get("of_calls", "mean") for t in trials if t["timer"] == "events"}
+    if not of_calls:
+        return ""
+    words = join([f"{word}s" for word in sorted(of_calls)])
+    return f"`do_bench` gives the mean of its calls, `events` the mean of samples that are {words} of theirs."
 
 
 def example_reasons(trials: Sequence[Record]) -> list[str]:

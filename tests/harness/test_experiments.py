@@ -127,6 +127,7 @@ def test_timers_of_others_stand_beside_ours_or_say_why_not(profilers: Profilers)
         **{"fake": 20.0, "graph-warm": 20.0, "events": 20.0},
         **{"triton do_bench": 30.0, "triton do_bench_cudagraph": None, "tilelang do_bench": 30.0},
     }
+    assert {name: t["of_calls"] for name, t in found.items() if "of_calls" in t} == {"events": "median"}
     assert found["triton do_bench_cudagraph"]["reason"] == "RuntimeError: no graph here"
 
 
@@ -139,6 +140,7 @@ def test_the_example_is_timed_by_its_own_protocol(profilers: Profilers) -> None:
     ]
     assert profilers.asked == [("do_bench", {"warmup": 500})] * 2
     assert trials[0]["samples"] == [20.0] * Events.max_rounds
+    assert [t.get("of_calls") for t in trials] == ["median", None] * len(OURS)
 
 
 def test_an_example_that_is_wrong_is_not_timed(profilers: Profilers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if trial == 7:
                 pair["a"][3] = None  # a throttled round
             rows.append(head | {"impl": "triton-splitkv", "experiment": "identical", "trial": trial} | pair)
-        for effect in (0.0005, 0.05):
+        for effect in (0.0005, 0.005, 0.05):
             for trial in range(20):
                 pair = {"a": samples(rng, 20.0), "b": samples(rng, 20.0 * (1 + effect))}
                 about = {"impl": "spinning-read", "experiment": "sensitivity", "trial": trial, "effect": effect}
@@ -228,12 +228,16 @@ def test_false_verdicts_are_counted_with_the_threshold_off_and_on(report: Path) 
 def test_the_smallest_slowdown_that_is_found_is_stated_by_size(report: Path) -> None:
     text = (report / "README.md").read_text()
     assert (
-        "The smallest slowdown found in 95 % of trials, of those tried: 5 % (under 64 MB of K and V) and"
-        " 5 % (over 400 MB)." in text
+        "The smallest slowdown found in 95 % of trials, of those tried: with the threshold off 0.5 % (under 64 MB"
+        " of K and V) and 0.5 % (over 400 MB); with it on 5 % (under 64 MB of K and V) and 5 % (over 400 MB)."
+        in text
     )
     table = tables_of(text)[1]
-    assert [line[2].split(":")[0] for line in table[2:] if line[1] == "5 %"] == ["20 of 20"] * 2
-    measured = [float(line[3].split()[0]) for line in table[2:] if line[1] == "5 %"]
+    assert table[0] == ["size", "slowed by", "found, threshold off", "found, threshold on", "measured, median"]
+    found = {line[1]: (line[2].split(":")[0], line[3].split(":")[0]) for line in table[2:]}
+    assert found["5 %"] == ("20 of 20", "20 of 20")
+    assert found["0.5 %"] == ("20 of 20", "0 of 20")
+    measured = [float(line[4].split()[0]) for line in table[2:] if line[1] == "5 %"]
     assert measured == pytest.approx([5.0, 5.0], abs=0.1)
 
 
@@ -243,7 +247,7 @@ def test_timers_are_grouped_by_what_they_claim_to_measure(report: Path) -> None:
     assert graph[0] == ["case", "implementation", "`graph`"]
     assert events[0] == ["case", "implementation", "`events`", "`triton do_bench`", "agree with ours"]
     assert [line[-1] for line in events[2:4]] == ["1 of 1 (farthest +3.1 %)", "**0 of 1 (farthest +33.3 %)**"]
-    assert "- `nvbench`: ImportError: no cuda" in text
+    assert "- `nvbench` did not work, so nothing was timed with it: ImportError: no cuda." in text
     assert "Kernels alone" not in text
 
 
@@ -345,5 +349,36 @@ def test_what_timers_do_otherwise_is_said_and_agreement_counted(tmp_path: Path) 
     text = more(tmp_path, *(head | {"timer": timer, "us": us} for timer, us in times.items()), done)
     assert "agree with them within 3 % or 1 µs in 1 of 2 pairs." in text
     assert "- `nvbench`: the L2 is flushed" in text
+    assert "- `nvbench` was installed; its times stand beside those of `events`." in text
     assert "- `triton do_bench`" not in text
+    assert "a sample is the median of its calls. The times here were recorded before that" in text
     assert "The experiments took 12 s, without the start of their processes: `timers` 12 s." in text
+
+
+def test_events_are_told_as_they_are_recorded_now(tmp_path: Path) -> None:
+    head = {"case": "b1_8k", "impl": "triton-splitkv", "experiment": "timers", "kv_bytes": 4}
+    text = more(tmp_path, head | {"timer": "events", "us": 16.0, "of_calls": "median"})
+    assert "the events are made before the first launch, and a sample is the median of its calls.\n" in text
+    assert "recorded before that" not in text
+    assert "- `nvbench` was not tried." in text
+
+
+def test_a_missing_nvbench_was_not_installed(tmp_path: Path) -> None:
+    head = {"case": "b1_8k", "impl": "triton-splitkv", "experiment": "timers", "kv_bytes": 4}
+    missing = head | {"timer": "nvbench", "us": None, "reason": "ModuleNotFoundError: No module named 'cuda.bench'"}
+    text = more(tmp_path, head | {"timer": "graph", "us": 16.0}, missing)
+    assert "- `nvbench` was not installed, so nothing was timed with it: ModuleNotFoundError:" in text
+
+
+@pytest.mark.parametrize(("device", "told"), [("cuda", True), ("cpu", False)])
+def test_how_the_memory_ceiling_is_known_is_said_where_there_is_one(
+    device: str, told: bool, tmp_path: Path
+) -> None:
+    env = fake.GPU_ENV if device == "cuda" else fake.CPU_ENV
+    path = tmp_path / record.SELFTEST_FILE
+    record.append(path, record.run_record("run-1", "x", env))
+    record.append(path, {"kind": "trial", "schema": 1, "run_id": "run-1", **liar("skips", "wrong")})
+    text = render_study([tmp_path]).read_text()
+    assert (
+        "their bytes at 1.03 × the device's read ceiling. The ceiling is the fastest read of 4 GiB" in text
+    ) == told
