@@ -16,10 +16,9 @@ Rounds are counted on the device, by each CTA for itself, for a CUDA graph repla
 begin at 0, and so does the mail, whose words are therefore of no round. Both are a plan's state between runs: the
 mail may be overwritten with anything that holds no round to come, the counters may not.
 
-Nobody may wait for a CTA that cannot start. All CTAs of a launch fit the device at once, and should other work hold
-part of it for long, the splits of one head tile are neighbours in the grid: whichever are started, only the last of
-them wait for CTAs that are not, and those need no more than ``S`` places. Lengths must have the same number of
-splits for that (:func:`impls.splits.common_count`): then a CTA's place in the grid says which it is.
+Nobody may wait for a CTA that cannot start. All CTAs of a launch fit the device at once; and should other work hold
+part of it for long, the splits of one head tile are neighbours in the grid (:meth:`impls.splits.SplitTable.ctas`): whichever are
+started, only the last of them wait for CTAs that are not, and those need no more than ``S`` places.
 """
 
 from __future__ import annotations
@@ -39,13 +38,12 @@ def mail_bytes(slots: int, heads_q: int, head_dim: int, ctas: int) -> int:
     return 8 * words + 4 * ctas
 
 
-def may_exchange(batch: int, splits: int | None, tiles_per_split: int, at_once: int) -> bool:
+def may_exchange(ctas: int, slots: int, at_once: int) -> bool:
     """Whether the splits of a batch can merge by exchange.
 
     Args:
-        batch: sequences, B.
-        splits: of every sequence; None where they differ.
-        tiles_per_split: CTAs that one split launches: KV heads times head tiles.
+        ctas: of the split kernel.
+        slots: partials; without any there is nothing to merge.
         at_once: CTAs of the split kernel that are surely on the device at once; 0 if it cannot exchange.
     """
-    return splits is not None and splits > 1 and batch * splits * tiles_per_split <= at_once
+    return slots > 0 and ctas <= at_once

@@ -19,7 +19,6 @@ from impls.splits import (
     Int64Array,
     SplitTable,
     as_array,
-    common_count,
     equal_counts,
     make_table,
     plan_splits,
@@ -85,7 +84,7 @@ def choose_splits(
     )
 
 
-def _exchange(asked: Scalar, can: bool, cluster: int) -> bool:
+def _exchange(asked: Scalar, can: bool, ctas: int, slots: int, at_once: int) -> bool:
     """Whether splits merge by exchange, as :data:`MERGES` has it.
 
     Raises:
@@ -95,8 +94,8 @@ def _exchange(asked: Scalar, can: bool, cluster: int) -> bool:
         raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {asked!r}")
     if asked == "exchange" and not can:
         raise ValueError(
-            "merge: expected 'auto' or 'combine' (an exchange takes two splits or more, as many for every sequence, "
-            f"all of whose CTAs are on the device at once; and no cluster, here {cluster}), got 'exchange'"
+            f"merge: expected 'auto' or 'combine' (an exchange takes partials, here {slots}, of at most {at_once} CTAs, "
+            f"here {ctas}), got 'exchange'"
         )
     return can and asked != "combine"
 
@@ -174,11 +173,9 @@ class SplitKVPlan:
             enough=enough,
         )
         self._cluster = choose_cluster(table.counts) if choose_cluster else 1
-        splits = common_count(table.counts)
-        can = self._cluster == 1 and may_exchange(problem.batch, splits, tiles_per_split, at_once)
-        self._exchange = _exchange(choice["merge"], can, self._cluster)
         ctas = table.splits * tiles_per_split
         slots = table.slots if self._cluster == 1 else 0
+        self._exchange = _exchange(choice["merge"], may_exchange(ctas, slots, at_once), ctas, slots, at_once)
         if self._exchange:
             workspace_bytes = mail_bytes(slots, problem.heads_q, problem.head_dim, ctas)
         else:
@@ -192,9 +189,10 @@ class SplitKVPlan:
         self._total_kv = problem.total_kv  # a sum over all lengths: not in every launch
         self._device = device
         self._counts = table.counts
-        rows = upload(table.rows, device)
-        self._items = rows[: table.splits]  # [splits, 4]
-        self._merges = rows[table.splits :] if slots and not self._exchange else rows[:0]  # [merged sequences, 4]
+        rows = upload(table.ctas(tiles_per_split) if self._exchange else table.rows, device)
+        items = len(rows) if self._exchange else table.splits
+        self._items = rows[:items]  # [splits, 4], or in an exchange [CTAs, 8]
+        self._merges = rows[items:] if slots else rows[:0]  # [merged sequences, 4]
         f32 = torch.float32
         if self._exchange:
             mail = mail_shape(slots, problem.heads_q, problem.head_dim)

@@ -73,6 +73,30 @@ class SplitTable:
         """
         return self.rows[self.splits :]
 
+    def ctas(self, tiles: int) -> Int32Array:
+        """``[splits * tiles, 8]`` int32, one row a CTA of a kernel whose CTAs merge their splits by themselves.
+
+        ``(sequence, first row in packed K and V, keys, slot, head tile, rank, splits, 0)``, the rank being the place
+        of the split among the ``splits`` of its sequence. Sequences follow one another as in :attr:`items`; within
+        a sequence the splits of one head tile are neighbours, so that those that wait for each other start together.
+
+        Args:
+            tiles: CTAs that one split launches: KV heads times head tiles.
+        """
+        splits = self.counts.take(self.items[:, 0])  # of each item's sequence
+        starts = np.empty(self.splits, dtype=np.int64)  # each item's place, or 0 where its sequence began before
+        starts[:] = np.arange(self.splits)
+        starts[1:][self.items[1:, 0] == self.items[:-1, 0]] = 0
+        first = np.maximum.accumulate(starts).repeat(tiles)
+        splits = splits.repeat(tiles)
+        tile, rank = np.divmod(np.arange(len(first)) - tiles * first, splits)
+        rows = np.zeros((len(first), 8), dtype=np.int32)
+        rows[:, :4] = self.items.take(first + rank, axis=0)
+        rows[:, 4] = tile
+        rows[:, 5] = rank
+        rows[:, 6] = splits
+        return rows
+
     @property
     def splits_max(self) -> int:
         """The largest number of splits of one sequence; 0 for an empty batch."""

@@ -74,6 +74,7 @@ try:
         SPACE,
         TILE_TUNING,
         Tile,
+        at_once,
         choose_cluster,
         choose_tile,
         combine_threads,
@@ -157,8 +158,7 @@ def split_kernel(
 ):
     """The split kernel as a ``prim_func``: attention of one head tile over one split.
 
-    With ``cluster > 1`` every sequence has that many splits, and those of one head tile are a cluster. With
-    ``exchange`` every sequence has as many splits as another, known when the kernel runs.
+    With ``cluster > 1`` every sequence has that many splits, and those of one head tile are a cluster.
 
     Args:
         machine: buffers, loops and ring of the target.
@@ -187,10 +187,10 @@ def split_kernel(
     batch, total_kv, groups, slots = (T.dynamic(name) for name in ("batch", "total_kv", "groups", "slots"))
     k_row, k_head, v_row, v_head = (T.dynamic(name) for name in ("k_row", "k_head", "v_row", "v_head"))
 
-    # The CTAs that merge their splits by themselves, as many for every sequence.
-    peers, ctas = (T.dynamic("peers"), T.dynamic("ctas")) if exchange else (cluster, 0)
     tiles = heads_kv * head_tiles
-    grid = (peers, tiles, groups) if exchange else (groups * tiles * cluster,)
+    # The table: a row a CTA of an exchange, else a row a split, those of a cluster together.
+    items_shape = [groups, 1, 8] if exchange else [groups, cluster, 4]
+    ctas = groups if exchange else groups * tiles * cluster
     partial_shape = [slots, heads_q, head_dim + STATS, 2] if exchange else [slots, heads_q, head_dim]
 
     @T.prim_func
@@ -203,19 +203,19 @@ def split_kernel(
         Q: T.Tensor([batch, heads_q, head_dim], dtype),
         K: machine.packed([total_kv, heads_kv, head_dim], [k_row, k_head, 1], dtype),
         V: machine.packed([total_kv, heads_kv, head_dim], [v_row, v_head, 1], dtype),
-        Items: T.Tensor([groups, peers, 4], "int32"),
+        Items: T.Tensor(items_shape, "int32"),
         Output: T.Tensor([batch, heads_q, head_dim], dtype),
         Lse: T.Tensor([batch, heads_q], accum),
         Partial: T.Tensor(partial_shape, accum),
         Partial_lse: T.Tensor([0 if exchange else slots, heads_q], accum),
-        Rounds: T.Tensor([ctas], "int32"),
+        Rounds: T.Tensor([groups if exchange else 0], "int32"),
     ):
-        # Peers are neighbours, then the heads of a split, for they share its rows. One axis, because a grid's others
-        # end at 65535; but in an exchange, which is never that wide, an axis each, for no division by ``peers``.
-        with machine.kernel(*grid, threads=threads, cluster=cluster, exchange=exchange) as pid:
-            rank = pid[0] if exchange else pid % cluster
-            bx = pid[1] if exchange else pid // cluster % tiles
-            by = pid[2] if exchange else pid // (cluster * tiles)
+        # One axis: a grid's others end at 65535. A cluster is the splits of a sequence, all for one head tile; then
+        # the heads of a split are neighbours, for they share its rows.
+        with machine.kernel(ctas, threads=threads, cluster=cluster, exchange=exchange) as pid:
+            member = pid % cluster
+            by = pid if exchange else pid // (cluster * tiles)
+            bx = 0 if exchange else pid // cluster % tiles
             Q_shared = machine.shared([rows, dim], dtype)
             K_ring = machine.ring(num_stages, block_n, dim, dtype)
             V_ring = machine.ring(num_stages, block_n, dim, dtype)
@@ -234,10 +234,6 @@ def split_kernel(
             full_k = machine.barriers(num_stages, threads)
             full_v = machine.barriers(num_stages, threads)
 
-            cta = (by * tiles + bx) * peers + rank
-            head_kv = bx // head_tiles
-            head = head_kv * group + bx % head_tiles * block_h
-            heads = T.min(group - bx % head_tiles * block_h, block_h)
             own = machine.part(block_h, parts) * part_n
 
             if cluster > 1:
@@ -246,7 +242,8 @@ def split_kernel(
                 received = T.alloc_shared([cluster, tall, width], accum, scope="shared")
                 stats = T.alloc_shared([cluster, tall, 2], accum, scope="shared")
                 arrived = T.alloc_shared([1], "uint64", scope="shared")
-                mine = T.max(T.min(head_dim - rank * width, width), 0)
+                mine = T.max(T.min(head_dim - member * width, width), 0)
+                heads = T.min(group - bx % head_tiles * block_h, block_h)
                 machine.cluster_open(arrived, T.if_then_else(mine > 0, 4 * cluster * heads * (mine + 2), 0))
             # Put in place while the kernel before was still running, which may write what is read from here on, or
             # read what is written: it may be the combine kernel of the call before.
@@ -254,10 +251,15 @@ def split_kernel(
             # So may the next kernel be from now on: it waits by itself for this kernel's results.
             machine.trigger()
 
-            sequence = Items[by, rank, 0]
-            row = Items[by, rank, 1]
-            keys = Items[by, rank, 2]
-            slot = Items[by, rank, 3]
+            sequence = Items[by, member, 0]
+            row = Items[by, member, 1]
+            keys = Items[by, member, 2]
+            slot = Items[by, member, 3]
+            if exchange:
+                bx = Items[by, 0, 4]
+            head_kv = bx // head_tiles
+            head = head_kv * group + bx % head_tiles * block_h
+            heads = T.min(group - bx % head_tiles * block_h, block_h)
             steps = T.ceildiv(keys, block_n)
             # K and V are on their way before anything else is read.
             for t in T.serial(num_stages):
@@ -269,7 +271,9 @@ def split_kernel(
                     machine.skip()
             if exchange:
                 current = T.alloc_var("int32")
-                current = Rounds[cta] + 1
+                current = Rounds[pid] + 1
+                rank = Items[by, 0, 5]
+                splits = Items[by, 0, 6]
             for i, d in machine.parallel(rows, dim):
                 if i % block_h < heads and d < head_dim:
                     Q_shared[i, d] = Q[sequence, head + i % block_h, d]
@@ -377,12 +381,21 @@ def split_kernel(
                             for e in T.vectorized(4):
                                 four[e] += part_o[p * block_h + i, d + e]
                         if cluster > 1:
-                            machine.cluster_push(received, stats, arrived, rank, i, d, width, four, top, total)
-                        else:
+                            machine.cluster_push(received, stats, arrived, member, i, d, width, four, top, total)
+                        elif slot >= 0:
                             machine.mail_post(Partial, slot, head + i, d, four[0], four[1], current)
                             machine.mail_post(Partial, slot, head + i, d + 2, four[2], four[3], current)
                             if d == 0:
                                 machine.mail_post(Partial, slot, head + i, head_dim, top, total, current)
+                        else:  # the sequence's only split
+                            for e in T.vectorized(4):
+                                Output[sequence, head + i, d + e] = T.cast(
+                                    T.if_then_else(total != 0, four[e] / total, 0.0), dtype
+                                )
+                            if d == 0:
+                                Lse[sequence, head + i] = T.if_then_else(
+                                    total != 0, (top * scale_log2 + T.log2(total)) * LN_2, -T.infinity(accum)
+                                )
                 if cluster > 1:
                     maxima = T.alloc_local([cluster], accum)
                     sums = T.alloc_local([cluster], accum)
@@ -392,15 +405,15 @@ def split_kernel(
                     for step in T.serial(T.ceildiv(tall * width, threads)):
                         i = (step * threads + T.get_thread_binding()) // width
                         c = (step * threads + T.get_thread_binding()) % width
-                        if i < heads and rank * width + c < head_dim:
+                        if i < heads and member * width + c < head_dim:
                             for s in T.unroll(cluster):
                                 maxima[s] = stats[s, i, 0]
                                 sums[s] = stats[s, i, 1]
                                 values[s, 0] = received[s, i, c]
                             merge_start(merged, 1)
                             merge_more(merged, maxima, sums, values, cluster, 1, scale_log2)
-                            Output[sequence, head + i, rank * width + c] = T.cast(merged_value(merged, 0), dtype)
-                            if rank == 0 and c == 0:
+                            Output[sequence, head + i, member * width + c] = T.cast(merged_value(merged, 0), dtype)
+                            if member == 0 and c == 0:
                                 Lse[sequence, head + i] = merged_lse(merged, scale_log2)
                 else:
                     maxima = T.alloc_local([SPLITS_AT_ONCE], accum)
@@ -409,23 +422,23 @@ def split_kernel(
                     merged = T.alloc_local([4], accum)
                     stats = T.alloc_local([SPLITS_AT_ONCE, 4], accum)
                     words = T.alloc_local([SPLITS_AT_ONCE, 4], accum)
-                    # Of the tile's columns, by twos, an equal share for each of the peers.
+                    # Of the tile's columns, by twos, an equal share for each of the splits.
                     begin = T.alloc_var("int32")
                     end = T.alloc_var("int32")
                     two = T.alloc_var("int32")
                     i = T.alloc_var("int32")
                     d = T.alloc_var("int32")
-                    begin = T.truncdiv(heads * (head_dim // 2) * rank, peers)
-                    end = T.truncdiv(heads * (head_dim // 2) * (rank + 1), peers)
+                    begin = T.truncdiv(heads * (head_dim // 2) * rank, splits)
+                    end = T.if_then_else(slot < 0, 0, T.truncdiv(heads * (head_dim // 2) * (rank + 1), splits))
                     for step in T.serial(T.ceildiv(end - begin, threads)):
                         two = begin + step * threads + T.get_thread_binding()
                         i = T.truncdiv(two, head_dim // 2)
                         d = T.truncmod(two, head_dim // 2) * 2
                         if two < end:
                             merge_start(merged, 2)
-                            for chunk in T.serial(T.ceildiv(peers, SPLITS_AT_ONCE)):
+                            for chunk in T.serial(T.ceildiv(splits, SPLITS_AT_ONCE)):
                                 first = slot - rank + chunk * SPLITS_AT_ONCE
-                                some = peers - chunk * SPLITS_AT_ONCE
+                                some = splits - chunk * SPLITS_AT_ONCE
                                 for s in T.unroll(SPLITS_AT_ONCE):
                                     if s < some:
                                         machine.mail_ask(Partial, first + s, head + i, head_dim, stats, s)
@@ -447,7 +460,7 @@ def split_kernel(
                             if d == 0:
                                 Lse[sequence, head + i] = merged_lse(merged, scale_log2)
                     if T.get_thread_binding() == 0:
-                        Rounds[cta] = current
+                        Rounds[pid] = current
             else:
                 out_max = machine.fragment([tall], accum)
                 out_sum = machine.fragment([tall], accum)
@@ -640,12 +653,11 @@ class TileLangPlan(SplitKVPlan):
             min_keys=tile.block_n,
             enough=enough_ctas(sms, problem, tile.block_n * tile.num_stages) if machine.tma else None,
             choose_cluster=lambda counts: choose_cluster(machine, problem, tile, asked, counts, sms=sms),
-            at_once=sms if machine.exchanges else 0,
+            at_once=at_once(machine, problem, tile, sms),
         )
         dtype = compute_dtype(machine, problem.dtype)
         self._machine = machine
-        peers = len(self._items) // problem.batch if self._exchange else self._cluster
-        self._groups = self._items.unflatten(0, (-1, peers))  # [groups, splits that merge by themselves, 4]
+        self._groups = self._items.unflatten(0, (-1, self._cluster))  # [groups, CTAs of a cluster, 4 or 8]
         self._dtype = TORCH_DTYPES[dtype]
         self._scale_log2 = problem.softmax_scale * LOG2_E
         shape = (problem.heads_q, problem.heads_kv, problem.head_dim)

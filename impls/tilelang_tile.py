@@ -154,6 +154,14 @@ def choose_cluster(
     return cluster
 
 
+def at_once(machine: Machine, problem: DecodeProblem, tile: Tile, sms: int) -> int:
+    """CTAs of the split kernel that are surely on the device at once, for an exchange; 0 on a machine without."""
+    if not machine.exchanges:
+        return 0
+    shared = tile_bytes(machine, problem, tile) + static_bytes(0, problem.head_dim, 1, tile.num_stages)
+    return sms * ctas_per_sm(shared, tile.threads)
+
+
 def combine_threads(head_dim: int) -> int:
     """Threads of a combine CTA: up to 128, each with as many columns as the others."""
     return 128 if head_dim <= 128 else math.gcd(head_dim, 128)

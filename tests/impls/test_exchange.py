@@ -1,7 +1,8 @@
-"""Splits that merge through global memory inside of the split kernel: when they may, and that TileLang's are right."""
+"""Splits that merge through global memory inside of the split kernel: when they may, and that TileLang is right."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from harness.inputs import make_inputs
 from impls.exchange import mail_bytes, mail_shape, may_exchange
 from impls.problem import DecodeProblem
 from impls.reference import reference
+from impls.splits import make_table
 from impls.tilelang_splitkv import TileLangSplitKV
 from tests.impls.cases import problem
 from tests.impls.lowering import lowered
@@ -23,20 +25,38 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("batch", "splits", "tiles", "at_once", "may"),
+    ("ctas", "slots", "at_once", "may"),
     [
-        (1, 16, 8, 132, True),
-        (1, 17, 8, 132, False),  # 136 CTAs
-        (16, 1, 8, 132, False),  # nothing to merge
-        (4, None, 8, 132, False),  # not as many for every sequence
-        (0, None, 8, 132, False),
-        (1, 2, 1, 0, False),  # a kernel that cannot
+        (132, 2, 132, True),
+        (133, 2, 132, False),
+        (128, 0, 132, False),  # nothing to merge
+        (2, 2, 0, False),  # a kernel that cannot
     ],
 )
-def test_all_ctas_must_be_on_the_device_at_once(
-    batch: int, splits: int | None, tiles: int, at_once: int, may: bool
+def test_all_ctas_must_be_on_the_device_at_once(ctas: int, slots: int, at_once: int, may: bool) -> None:
+    assert may_exchange(ctas, slots, at_once) is may
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 9)), min_size=1, max_size=12), st.integers(1, 9))
+def test_every_cta_has_a_row_and_those_that_wait_for_each_other_are_neighbours(
+    sequences: list[tuple[int, int]], tiles: int
 ) -> None:
-    assert may_exchange(batch, splits, tiles, at_once) is may
+    lens = [keys for keys, _ in sequences]
+    table = make_table(lens, [min(splits, max(1, keys)) for keys, splits in sequences])
+    rows = table.ctas(tiles)
+    assert rows.shape == (table.splits * tiles, 8)
+    for tile in range(tiles):
+        mine = rows[rows[:, 4] == tile]
+        assert (mine[:, :4] == table.items).all(), "each head tile has every item once, in order"
+    splits = table.counts[rows[:, 0]]
+    assert (rows[:, 6] == splits).all()
+    starts = np.flatnonzero(rows[:, 5] == 0)
+    for start in starts:
+        group = rows[start : start + rows[start, 6]]
+        assert group[:, 5].tolist() == list(range(len(group)))
+        assert len({tuple(row) for row in group[:, [0, 4]].tolist()}) == 1
+        assert (group[:, 3] - group[:, 5] == group[0, 3]).all() or len(group) == 1
+    assert splits[starts].sum() == len(rows)
 
 
 @given(st.integers(0, 100), st.integers(1, 64), st.integers(1, 256), st.integers(1, 1000))
@@ -50,7 +70,7 @@ def test_what_cannot_be_is_refused_with_what_was_expected() -> None:
     shape = problem(300, 310)
     assert TileLangSplitKV().plan(shape, CPU, {"num_splits": 4}).config["merge"] == "combine"
     assert TileLangSplitKV().plan(shape, CPU, {"num_splits": 1}).config["merge"] is None
-    with pytest.raises(ValueError, match="merge: expected 'auto' or 'combine' .*, got 'exchange'"):
+    with pytest.raises(ValueError, match=r"merge: expected 'auto' or 'combine' \(.*\), got 'exchange'"):
         TileLangSplitKV().plan(shape, CPU, {"num_splits": 4, "merge": "exchange"})
     with pytest.raises(ValueError, match="merge: expected one of auto, combine, exchange, got 'atomics'"):
         TileLangSplitKV().plan(shape, CPU, {"merge": "atomics"})
@@ -99,7 +119,7 @@ SHAPES = [
     ((64, 1), 128, 6),
     ((70, 1), 128, 31),
 ]
-LENGTHS = [(1001, 517), (64, 65), (5000,)]
+LENGTHS = [(1001, 517), (64, 65), (5000,), (900, 0, 1)]
 
 
 def _exchange_plan(shape: DecodeProblem, splits: int):  # type: ignore[no-untyped-def]
@@ -193,7 +213,7 @@ def test_a_graph_of_an_exchange_is_replayed_on_other_values() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_our_rule_exchanges_what_no_cluster_merges() -> None:
     impl = TileLangSplitKV()
-    for lens, merge in (((8192,), "exchange"), ((1024,), "cluster"), ((8192, 100), "combine"), ((512,) * 40, None)):
+    for lens, merge in (((8192,), "exchange"), ((1024,), "cluster"), ((8192, 100), "exchange"), ((8192,) * 12 + (100,), "combine"), ((512,) * 40, None)):
         shape = problem(*lens, heads=(32, 8), head_dim=128, dtype="bfloat16")
         plan = impl.plan(shape, GPU)
         assert plan.config["merge"] == merge, lens
