@@ -5,7 +5,8 @@ kernel runs one program per (split, KV head, head tile). It streams the split's 
 ``BLOCK_N`` keys, through an online softmax in base 2 over ``BLOCK_H`` query heads that share the KV head. A
 sequence's only split writes the output itself; otherwise each split writes a *normalised* float32 partial
 and its natural-log LSE, and the combine kernel merges a sequence's partials, all splits side by side, with
-weights ``exp(lse_s - lse)``. Without merges there is no second launch.
+weights ``exp(lse_s - lse)``. Without merges there is no second launch; nor where the programs of a sequence merge
+its splits by themselves, by exchange (:mod:`impls.triton_exchange`).
 
 Tiling. Decode is bound by reading K and V, so the tile is chosen for bytes in flight, not for the tensor
 cores: from head dim 128 up, the buffers of K and V fill over half of an SM's shared memory, one CTA an SM;
@@ -23,8 +24,8 @@ all; partials and LSE are float32 instead of the input's dtype; a split that is 
 the LSE is returned. Differences from ``impls/tilelang_splitkv.py``: the algorithm, the split tables and the
 workspace layouts are the same. Here the compiler pipelines the loads (cp.async on sm_80 and sm_90, no TMA) and
 lays out the tiles. Above head dim 64 the warps share the keys of a tile out for the scores and the head dim for
-the output, because the parts of wider heads cost more to merge than they save. Splits are always merged by the
-combine kernel, for Triton has no way into another CTA's shared memory. On a machine without CUDA the very same
+the output, because the parts of wider heads cost more to merge than they save. Splits never merge in clusters,
+for Triton has no way into another CTA's shared memory. On a machine without CUDA the very same
 kernels run in Triton's interpreter, with the operands of both products converted to float32 (its bfloat16
 products are wrong, its float16 ones slow).
 """
@@ -65,6 +66,8 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 try:
     import triton
     import triton.language as tl
+
+    from impls.triton_exchange import cast, merge, pairs_at_a_time, send
 except ImportError as error:
     raise ImplUnavailable(f"import triton: {error}") from error
 
@@ -76,20 +79,9 @@ BLOCK_S = 32
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
-ROUND_BF16 = tl.constexpr(INTERPRETED)
 
 TUNING: Mapping[str, Scalar] = {**SPLIT_TUNING, **TILE_TUNING}
 """What ``plan`` lets the caller choose."""
-
-
-@triton.jit
-def _cast(x, DTYPE: tl.constexpr):
-    """Float32 to DTYPE, to nearest even; the interpreter would cut bfloat16 off."""
-    if ROUND_BF16 and DTYPE == tl.bfloat16:  # noqa: SIM300 (DTYPE is the variable)
-        bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        x = bits.to(tl.float32, bitcast=True)
-    return x.to(DTYPE)
 
 
 @triton.jit
@@ -102,16 +94,17 @@ def _over_parts(x):
     return a + b
 
 
-@triton.jit(do_not_specialize=["heads_q", "group", "tiles", "head_tiles", "scale_log2"])
+@triton.jit(do_not_specialize=["heads_q", "group", "tiles", "head_tiles", "splits", "scale_log2"])
 def split_kernel(
     q_ptr,  # [B, Hq, D]
     k_ptr,  # [total_kv, Hkv, D]
     v_ptr,  # [total_kv, Hkv, D]
     out_ptr,  # [B, Hq, D]
     lse_ptr,  # [B, Hq] float32
-    partial_ptr,  # [slots, Hq, D] float32
-    partial_lse_ptr,  # [slots, Hq] float32
+    partial_ptr,  # [slots, Hq, D] float32; with EXCHANGE the mail, [slots, Hq, D + 2] int64
+    partial_lse_ptr,  # [slots, Hq] float32; not with EXCHANGE
     items_ptr,  # [splits, 4] int32
+    rounds_ptr,  # [programs] int32, with EXCHANGE
     stride_qb,
     stride_qh,
     stride_kn,
@@ -122,6 +115,7 @@ def split_kernel(
     group,  # query heads per KV head
     tiles,  # programs per split: KV heads x head tiles
     head_tiles,
+    splits,  # of every sequence, with EXCHANGE
     scale_log2,  # softmax scale x log2(e)
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -130,12 +124,22 @@ def split_kernel(
     PARTS: tl.constexpr,  # of a tile's keys: 1, or 4, one a warp
     OPERAND: tl.constexpr,  # dtype of both products' operands
     PDL: tl.constexpr,  # programmatic dependent launch
+    EXCHANGE: tl.constexpr,  # whether splits merge here, and the columns at a time, in pairs; 0: they do not
+    NUM_WARPS: tl.constexpr,
 ):
-    """Attention of one head tile over one split."""
+    """Attention of one head tile over one split; with EXCHANGE, a share of its merge with the others'."""
     if PDL:  # put in place while the kernel before ran, which may write what this reads or read what this writes
         tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0)
-    item_ptr = items_ptr + pid // tiles * 4
+    if EXCHANGE:  # the splits of a head tile are neighbours, which are put in place together
+        round = tl.load(rounds_ptr + pid) + 1
+        rank = pid % splits
+        tile = pid // splits % tiles
+        item = pid // (splits * tiles) * splits + rank
+    else:  # the head tiles of a split are, so that all but the first read K and V from L2
+        tile = pid % tiles
+        item = pid // tiles
+    item_ptr = items_ptr + item * 4
     sequence = tl.load(item_ptr)
     first_row = tl.load(item_ptr + 1).to(tl.int64)
     keys = tl.load(item_ptr + 2)
@@ -143,9 +147,9 @@ def split_kernel(
     if PDL:  # the combine kernel may be put in place now: it waits by itself for this kernel's results
         tl.extra.cuda.gdc_launch_dependents()
 
-    # Head tiles of one KV head are neighbours, so that all but the first read K and V from L2.
-    head_kv = (pid % tiles // head_tiles).to(tl.int64)
-    offs_g = pid % head_tiles * BLOCK_H + tl.arange(0, BLOCK_H)  # within the group: never crosses a KV head
+    head_kv = (tile // head_tiles).to(tl.int64)
+    first_g = tile % head_tiles * BLOCK_H
+    offs_g = first_g + tl.arange(0, BLOCK_H)  # within the group: never crosses a KV head
     offs_h = (head_kv * group + offs_g).to(tl.int32)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -196,19 +200,33 @@ def split_kernel(
         l_i = tl.sum(l_i * weight, 0)
         acc = _over_parts(acc * tl.expand_dims(weight, -1))
 
-    # Without keys the sum is 0 and the maximum -inf: output 0, LSE -inf.
-    l_safe = tl.where(l_i > 0, l_i, 1.0)
-    acc = acc / l_safe[:, None]
-    lse = (m_i + tl.log2(l_safe)) * LN_2
-    if slot < 0:  # the sequence's only split
-        rows = sequence.to(tl.int64) * heads_q + offs_h
-        tl.store(lse_ptr + rows, lse, mask=offs_g < group)
-        out_ptrs = out_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :]
-        tl.store(out_ptrs, _cast(acc, out_ptr.dtype.element_ty), mask=mask_hd)
-    else:
+    if EXCHANGE:
         rows = slot.to(tl.int64) * heads_q + offs_h
-        tl.store(partial_lse_ptr + rows, lse, mask=offs_g < group)
-        tl.store(partial_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask_hd)
+        send(partial_ptr, rows, offs_g < group, acc, m_i, l_i, round, HEAD_DIM, BLOCK_H, BLOCK_D)
+        head = head_kv * group + first_g
+        mail_row = (slot - rank).to(tl.int64) * heads_q + head
+        out_row = sequence.to(tl.int64) * heads_q + head
+        heads = tl.minimum(group - first_g, BLOCK_H)
+        merge(
+            partial_ptr, out_ptr, lse_ptr, mail_row, out_row, heads_q, heads, rank, splits, round,
+            HEAD_DIM, EXCHANGE, NUM_WARPS,
+        )  # fmt: skip
+        tl.debug_barrier()  # every thread has read the counter
+        tl.store(rounds_ptr + pid, round)
+    else:
+        # Without keys the sum is 0 and the maximum -inf: output 0, LSE -inf. A sum of NaN stays one.
+        l_safe = tl.where(l_i != 0, l_i, 1.0)
+        acc = acc / l_safe[:, None]
+        lse = (m_i + tl.log2(l_safe)) * LN_2
+        if slot < 0:  # the sequence's only split
+            rows = sequence.to(tl.int64) * heads_q + offs_h
+            tl.store(lse_ptr + rows, lse, mask=offs_g < group)
+            out_ptrs = out_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(out_ptrs, cast(acc, out_ptr.dtype.element_ty), mask=mask_hd)
+        else:
+            rows = slot.to(tl.int64) * heads_q + offs_h
+            tl.store(partial_lse_ptr + rows, lse, mask=offs_g < group)
+            tl.store(partial_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask_hd)
 
 
 @triton.jit(do_not_specialize=["heads_q"])
@@ -254,14 +272,14 @@ def combine_kernel(
         weight = tl.exp2((lse - m_ref) * LOG2_E)
         alpha = tl.exp2((m_i - m_ref) * LOG2_E)
         l_i = l_i * alpha + tl.sum(weight, 0)
-        part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
+        part = tl.where((lse != float("-inf"))[:, None], part, 0.0)
         acc = acc * alpha + tl.sum(part * weight[:, None], 0)
         m_i = m_new
 
-    l_safe = tl.where(l_i > 0, l_i, 1.0)
+    l_safe = tl.where(l_i != 0, l_i, 1.0)
     row = sequence.to(tl.int64) * heads_q + head
     tl.store(lse_ptr + row, m_i + tl.log2(l_safe) * LN_2)
-    out = _cast(acc / l_safe, out_ptr.dtype.element_ty)
+    out = cast(acc / l_safe, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * HEAD_DIM + offs_d, out, mask=mask_d)
 
 
@@ -310,12 +328,23 @@ class TritonPlan(SplitKVPlan):
     ) -> None:
         head_tiles = -(-problem.group // tile.block_h)
         tiles = problem.heads_kv * head_tiles
+        sms = sm_count(device)
+        # Words go in pairs. Next to float32 products, which fill the registers, the compiler spills.
+        can_exchange = not INTERPRETED and problem.head_dim % 2 == 0 and problem.dtype != "float32"
         super().__init__(
-            problem, device, choice, sm_count=sm_count(device), tiles_per_split=tiles, min_keys=tile.block_n
+            problem,
+            device,
+            choice,
+            sm_count=sms,
+            tiles_per_split=tiles,
+            min_keys=tile.block_n,
+            at_once=sms if can_exchange else 0,
         )
         compute_dtype = "float32" if INTERPRETED else problem.dtype
         scale_log2 = problem.softmax_scale * math.log2(math.e)
-        scalars = (problem.heads_q, problem.group, tiles, head_tiles, scale_log2)
+        splits = self._counts.item(0) if self._exchange else 1
+        scalars = (problem.heads_q, problem.group, tiles, head_tiles, splits, scale_log2)
+        pairs = pairs_at_a_time(problem.group, tile.block_h, problem.head_dim, tile.num_warps)
         constants = {
             "HEAD_DIM": problem.head_dim,
             "BLOCK_D": block_d(problem.head_dim),
@@ -324,7 +353,10 @@ class TritonPlan(SplitKVPlan):
             "PARTS": parts(problem, tile),
             "OPERAND": getattr(tl, compute_dtype),
             "PDL": has_pdl(device),
+            "EXCHANGE": pairs if self._exchange else 0,
+            "NUM_WARPS": tile.num_warps,
         }
+        self._send_to = self._partial.view(torch.int64).squeeze(-1) if self._exchange else self._partial
         options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}
         if has_pdl(device):
             options["launch_pdl"] = True
@@ -345,7 +377,7 @@ class TritonPlan(SplitKVPlan):
         """Launch the split kernel."""
         q, k, v = inputs.q, inputs.k, inputs.v
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-        tensors = (q, k, v, out, lse, self._partial, self._partial_lse, self._items)
+        tensors = (q, k, v, out, lse, self._send_to, self._partial_lse, self._items, self._rounds)
         self._split(tensors, strides)
 
     def launch_combine(self, out: Tensor, lse: Tensor) -> None:
@@ -409,16 +441,17 @@ class TritonSplitKV:
 
 
 def _compile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile) -> None:
-    """Compile and load both kernels by running them once on two keys in two splits.
+    """Compile and load all kernels by running them once on two keys in two splits, for each way to merge them.
 
     The first real run may be inside a CUDA graph, where neither may happen.
     """
     if INTERPRETED:
         return
     tiny = replace(problem, kv_lens=(2,))
-    plan = TritonPlan(tiny, device, {**choice, "num_splits": 2}, tile)
     dtype = TORCH_DTYPES[problem.dtype]
     q = torch.zeros((1, tiny.heads_q, tiny.head_dim), dtype=dtype, device=device)
     kv = torch.zeros((2, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)
     cu_seqlens_k = torch.tensor(tiny.cu_seqlens, dtype=torch.int32, device=device)
-    plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)
+    for merging in ("combine", "auto"):  # none that can exchange has more CTAs than this
+        plan = TritonPlan(tiny, device, {**choice, "num_splits": 2, "merge": merging}, tile)
+        plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)

@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from harness.inputs import make_inputs
 from impls import triton_splitkv, triton_tile
 from impls.problem import DecodeProblem
+from impls.triton_exchange import pairs_at_a_time
 from impls.triton_launch import Launch
 from impls.triton_splitkv import TUNING, TritonPlan, combine_kernel, split_kernel
 from impls.triton_tile import Tile, block_d, choose_tile
@@ -53,8 +54,10 @@ def compile_kernel(kernel: JITFunction, dtype: str, constants: dict[str, Any], *
             continue
         if name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr"):
             signature[name] = "*" + POINTEES[dtype]
-        elif name in ("items_ptr", "merges_ptr"):
+        elif name in ("items_ptr", "merges_ptr", "rounds_ptr"):
             signature[name] = "*i32"
+        elif name == "partial_ptr" and constants.get("EXCHANGE"):
+            signature[name] = "*i64"
         elif name.endswith("_ptr"):
             signature[name] = "*fp32"
         else:
@@ -73,7 +76,7 @@ def compile_kernel(kernel: JITFunction, dtype: str, constants: dict[str, Any], *
     return {"registers": registers, "stack": stack, "local": local, "shared": compiled.metadata.shared}
 
 
-def compile_split(head_dim: int, dtype: str, tile: Tile) -> dict[str, int]:
+def compile_split(head_dim: int, dtype: str, tile: Tile, exchange: int = 0) -> dict[str, int]:
     problem = DecodeProblem(kv_lens=(), heads_q=1, heads_kv=1, head_dim=head_dim, dtype=dtype)
     constants = {
         "HEAD_DIM": head_dim,
@@ -83,6 +86,8 @@ def compile_split(head_dim: int, dtype: str, tile: Tile) -> dict[str, int]:
         "PARTS": triton_tile.parts(problem, tile),
         "OPERAND": getattr(tl, dtype),
         "PDL": True,
+        "EXCHANGE": exchange,
+        "NUM_WARPS": tile.num_warps,
     }
     return compile_kernel(split_kernel, dtype, constants, num_stages=tile.num_stages, num_warps=tile.num_warps)
 
@@ -100,7 +105,12 @@ def resources() -> dict[str, dict[str, int]]:
         problem = DecodeProblem(kv_lens=(), heads_q=8 * group, heads_kv=8, head_dim=head_dim, dtype=dtype)
         for short in (False, True):
             tile = choose_tile(problem, torch.device("cuda"), TUNING, short=short)
-            out[f"split d{head_dim} {dtype} {tile.block_h}x{tile.block_n}"] = compile_split(head_dim, dtype, tile)
+            name = f"d{head_dim} {dtype} {tile.block_h}x{tile.block_n}"
+            out[f"split {name}"] = compile_split(head_dim, dtype, tile)
+            if dtype == "float32":  # never exchanged
+                continue
+            pairs = pairs_at_a_time(group, tile.block_h, head_dim, tile.num_warps)
+            out[f"exchange {name} {pairs}"] = compile_split(head_dim, dtype, tile, pairs)
     for head_dim in HEAD_DIMS:
         constants = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": triton_splitkv.BLOCK_S}
         constants["PDL"] = True
@@ -190,12 +200,12 @@ def launches() -> dict[str, int]:
     split_kernel.run = run
     torch.cuda.current_device = lambda: 0
     constants = {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_H": 16, "BLOCK_N": 64, "PARTS": 4}
-    constants |= {"OPERAND": tl.float16, "PDL": True}
-    launch = Launch(split_kernel, 8, (8, 4, 2, 1, 0.1), constants, {"num_warps": 4})
+    constants |= {"OPERAND": tl.float16, "PDL": True, "EXCHANGE": 0, "NUM_WARPS": 4}
+    launch = Launch(split_kernel, 8, (8, 4, 2, 1, 1, 0.1), constants, {"num_warps": 4})
     draw = random.Random(1)
     for _ in range(2000):
-        dtypes = [torch.float16] * 4 + [torch.float32] * 3 + [torch.int32]
-        offsets, strides = [0] * 8, [64] * 6
+        dtypes = [torch.float16] * 4 + [torch.float32] * 3 + [torch.int32] * 2
+        offsets, strides = [0] * 9, [64] * 6
         unusual = [(dtypes, [torch.bfloat16]), (offsets, [2, 8, 32]), (strides, [1, 72, 80, 2**31, 2**31 + 8])]
         for _ in range(draw.randrange(3)):  # nothing unusual, or one or two things
             usual, values = draw.choice(unusual)
