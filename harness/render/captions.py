@@ -180,8 +180,19 @@ def _parts_reading(comparison: Comparison) -> str:
     sums = f"on all of {len(rows)} bars" if not off else f"on {len(rows) - off} of {len(rows)} bars"
     return text + (
         " Kernels are traced by CUPTI in a run of its own; a gap below zero (kernels that overlap) is not drawn."
-        f" The parts add up to the untraced time within 5 % or 1 µs {sums}."
+        f" The parts add up to the untraced time within 5 % or 1 µs {sums}.{_untraced(comparison)}"
     )
+
+
+def _untraced(comparison: Comparison) -> str:
+    """What has a time on the device and no trace of it, where something else has one."""
+    rows = comparison.impls[comparison.impls["label"].isin(comparison.shown) & comparison.impls["us"].notna()]
+    missing = rows[rows["traced_us"].isna()]
+    if missing.empty:
+        return ""
+    counts = missing["label"].value_counts()
+    told = [f"{code(label)} on {cases_text(int(counts[label]))}" for label in comparison.shown if label in counts]
+    return f" Not traced, and drawn as one bar: {join(told)}."
 
 
 def _batch(comparison: Comparison) -> str:
@@ -217,9 +228,10 @@ def _error(comparison: Comparison) -> str:
 
 def _error_reading(comparison: Comparison) -> str:
     return (
-        "Left: over the whole output, against a float64 reference; dashed is what rounding normal variates to the"
-        " dtype alone costs, which no output of it is below. Right: of the worst row, over its budget."
-        + _without_keys(comparison, "max_kv")
+        "Above: over the whole output, against a float64 reference; dashed is what rounding normal variates to the"
+        " dtype alone costs, which no output of it is below. Below: of the worst row, over its budget."
+        " Cases stand over the power of two that their longest sequence does not exceed, implementations beside"
+        " one another." + _without_keys(comparison, "max_kv")
     )
 
 

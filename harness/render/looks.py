@@ -65,6 +65,9 @@ WORD_COLOURS: Mapping[str, str] = {
 MAX_CASES = 40
 """The most cases that a figure with a line of its own for each of them shows; tables show all."""
 
+MARK_SIZE = 40.0
+"""Of a mark, in square points."""
+
 DPI = 160
 WIDTH = 9.0
 """Of every figure, in inches."""
@@ -151,8 +154,10 @@ def offsets(labels: pd.Series[Any], series: Sequence[str], *, width: float) -> p
     return labels.map(place).astype(float)
 
 
-def scatter(comparison: Comparison, rows: pd.DataFrame, *, x: str, y: str, ax: Axes) -> None:
-    """A mark a row, in its implementation's colour and marker, linked to its measurement."""
+def scatter(
+    comparison: Comparison, rows: pd.DataFrame, *, x: str, y: str, ax: Axes, size: float = MARK_SIZE
+) -> None:
+    """A mark a row, of ``size`` square points, in its implementation's look and linked to its measurement."""
     if rows.empty:
         return
     styles = styles_of(comparison.series)
@@ -167,7 +172,7 @@ def scatter(comparison: Comparison, rows: pd.DataFrame, *, x: str, y: str, ax: A
         style_order=present,
         palette={label: styles[label][0] for label in present},
         markers={label: styles[label][1] for label in present},
-        s=40,
+        s=size,
         linewidth=0.5,
         edgecolor="white",
         legend=False,
@@ -241,7 +246,12 @@ def binary_ticks(axis: Any, values: pd.Series[Any]) -> None:
     """Ticks at powers of two, or of four where those would be too many; k is 1024."""
     axis.set_major_locator(LogLocator(base=2.0 if decades(values) < 2.8 else 4.0))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}" if n < 1024 else f"{n / 1024:g}k"))
+    axis.set_major_formatter(FuncFormatter(lambda n, _: binary_text(n)))
+
+
+def binary_text(n: float) -> str:
+    """A count beside a tick; k is 1024."""
+    return f"{n:g}" if n < 1024 else f"{n / 1024:g}k"
 
 
 def decades(values: pd.Series[Any]) -> float:

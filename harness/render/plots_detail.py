@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,13 +20,14 @@ from harness.render.frame import Comparison
 from harness.render.groups import Curve, by_case, curves_of, thinned
 from harness.render.looks import ALARM_COLOUR, BOUND_COLOUR, WORD_COLOURS
 from harness.render.plots_speed import draw_matrix
+from harness.render.tables import NOT_TRACED
 
 DEVICE_COLOURS: Mapping[str, str] = {
     "split (longest kernel)": "#35608D",
     "combine (other kernels)": "#D98880",
     "gaps between them": "#8C8C8C",
     "to the next call": "#D9D9D9",
-    "not traced": "#B9CDE0",
+    NOT_TRACED: "#B9CDE0",
 }
 HOST_COLOURS: Mapping[str, str] = {
     "plan": "#6C5B7B",
@@ -35,6 +37,12 @@ HOST_COLOURS: Mapping[str, str] = {
 
 SIGNIFICAND_BITS: Mapping[str, int] = {"bfloat16": 8, "float16": 11, "float32": 24}
 """dtype -> bits of the significand, the hidden one included."""
+
+SIDE_BY_SIDE = 0.86
+"""The share of a column of the error figure over which implementations stand side by side."""
+
+ERROR_POINTS = 590.0
+"""Points across the axes of the error figure, about: a mark must not reach into the place of another."""
 
 FLOOR_DASHES = ((0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))
 
@@ -120,6 +128,7 @@ def parts(comparison: Comparison) -> Figure | None:
     if not cases:
         return None
     series = [label for label in comparison.shown if label in set(_with_parts(comparison)["label"])]
+    any_traced = bool(comparison.impls.loc[comparison.impls["case"].isin(cases), "traced_us"].notna().any())
     height = 0.75 + 0.24 * len(series)
     figure, axes = looks.panels(2 * len(cases), columns=len(cases), height=height)
     for i, ax in enumerate(axes):
@@ -128,14 +137,15 @@ def parts(comparison: Comparison) -> Figure | None:
         urls = [looks.url_of(anchor) for anchor in rows["anchor"]]
         stacked, colours = (host_parts(rows), HOST_COLOURS) if on_host else (device_parts(rows), DEVICE_COLOURS)
         _draw_bars(ax, stacked, colours, urls)
+        _say_what_is_missing(ax, host_words(rows) if on_host else device_words(rows, any_traced=any_traced))
         ax.set_yticks(range(len(series)) if i % len(cases) == 0 else [], series if i % len(cases) == 0 else [])
         if not on_host:
             ax.set_title(looks.case_labels(comparison, [case])[0])
         ax.set_xlabel(f"µs on the {'host' if on_host else 'device'}")
-    traced = comparison.impls.loc[comparison.impls["case"].isin(cases), "traced_us"].notna()
-    names = {name: colour for name, colour in DEVICE_COLOURS.items() if traced.any() or name == "not traced"}
-    if traced.all():
-        del names["not traced"]
+    drawn = comparison.impls[comparison.impls["case"].isin(cases) & comparison.impls["label"].isin(series)]
+    names = {name: colour for name, colour in DEVICE_COLOURS.items() if any_traced or name == NOT_TRACED}
+    if drawn["traced_us"].notna().all():
+        del names[NOT_TRACED]
     handles = [Patch(color=colour, label=name) for name, colour in (names | dict(HOST_COLOURS)).items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)))
     return figure
@@ -169,6 +179,39 @@ def host_parts(rows: pd.DataFrame) -> dict[str, pd.Series[float]]:
     return dict(zip(HOST_COLOURS, (rows["plan_us"], rows["host_launch_us"], wait), strict=True))
 
 
+def device_words(rows: pd.DataFrame, *, any_traced: bool) -> list[str]:
+    """What each row's place on the device says beside its bar: nothing where it was traced.
+
+    Args:
+        rows: a row a bar.
+        any_traced: whether anything in the figure was; where nothing was, the legend says so.
+    """
+    words = []
+    for status, us, traced in zip(rows["status"], rows["us"], rows["traced_us"], strict=True):
+        if not math.isnan(traced):
+            words.append("")
+        elif not math.isnan(us):
+            words.append(NOT_TRACED if any_traced else "")
+        else:
+            words.append("no finite time" if status == "ok" else str(status))
+    return words
+
+
+def host_words(rows: pd.DataFrame) -> list[str]:
+    """What each row's place on the host says where there is no bar."""
+    known = rows["host_total_us"].notna() | rows["plan_us"].notna()
+    return [
+        "" if there else "not timed on the host" if status == "ok" else str(status)
+        for there, status in zip(known, rows["status"], strict=True)
+    ]
+
+
+def _say_what_is_missing(ax: Axes, words: Sequence[str]) -> None:
+    edge = 0.015 * ax.get_xlim()[1]
+    for i, word in enumerate(words):
+        ax.text(edge, i, word, va="center", fontsize=8, color="#444444")
+
+
 def _draw_bars(
     ax: Axes, stacked: Mapping[str, pd.Series[float]], colours: Mapping[str, str], urls: Sequence[str | None]
 ) -> None:
@@ -192,10 +235,10 @@ def error(comparison: Comparison) -> Figure | None:
     rows = comparison.impls
     if not ((rows["rel_l2"] > 0) & (rows["worst_row"] > 0)).any():
         return None
-    figure = Figure(figsize=(looks.WIDTH, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    floors = _draw_error(comparison, left, "rel_l2")
-    _draw_error(comparison, right, "worst_row")
+    figure = Figure(figsize=(looks.WIDTH, 6.4), layout="constrained")
+    above, below = figure.subplots(2, 1)
+    floors = _draw_error(comparison, above, "rel_l2")
+    _draw_error(comparison, below, "worst_row")
     lines = {"the budget": {"color": ALARM_COLOUR}} | floors
     looks.legend(figure, comparison, looks.with_any(comparison, "rel_l2"), lines)
     return figure
@@ -213,19 +256,29 @@ def rounding_floor(dtype: str) -> float:
 
 
 def _draw_error(comparison: Comparison, ax: Axes, column: str) -> dict[str, dict[str, Any]]:
-    """One error measure, log-log; returns the look of each line of a dtype's floor."""
+    """One error measure by length, on a log axis; returns the look of each line of a dtype's floor.
+
+    Lengths are put together by the power of two that they do not exceed, for implementations to stand side by side.
+    """
     series = looks.with_any(comparison, column)
     rows = comparison.impls
     rows = rows[(rows[column] > 0) & (rows["max_kv"] > 0) & rows["label"].isin(series)]
-    width = 0.045 * looks.decades(rows["max_kv"])
-    rows = rows.assign(x=rows["max_kv"] * 10 ** looks.offsets(rows["label"], series, width=width))
-    looks.scatter(comparison, rows, x="x", y=column, ax=ax)
+    octaves = [math.ceil(math.log2(n)) for n in rows["max_kv"]]
+    place = {octave: i for i, octave in enumerate(sorted(set(octaves)))}
+    x = pd.Series([place[octave] for octave in octaves], index=rows.index, dtype=float)
+    rows = rows.assign(x=x + looks.offsets(rows["label"], series, width=SIDE_BY_SIDE))
+    points = ERROR_POINTS * SIDE_BY_SIDE / (len(place) * len(series))
+    looks.scatter(comparison, rows, x="x", y=column, ax=ax, size=min(looks.MARK_SIZE, points**2))
     wrong = rows[rows["status"] == "wrong"]
     ax.scatter(wrong["x"], wrong[column], s=150, facecolors="none", edgecolors=ALARM_COLOUR, linewidths=1.3)
-    ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    looks.binary_ticks(ax.xaxis, rows["max_kv"])
-    ax.set_xlabel("keys of the longest sequence (k = 1024)")
+    ax.set_xlim(-0.5, len(place) - 0.5)
+    ax.set_xticks(range(len(place)), [looks.binary_text(2**octave) for octave in place])
+    ax.set_xticks([i + 0.5 for i in range(len(place) - 1)], minor=True)
+    ax.tick_params(axis="x", which="both", length=0)
+    ax.grid(False, axis="x")
+    ax.grid(True, axis="x", which="minor")
+    ax.set_xlabel("keys of the longest sequence, up to (k = 1024)")
     low, high = rows[column].min(), rows[column].max()
     lines: dict[str, dict[str, Any]] = {}
     if len(wrong):

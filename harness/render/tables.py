@@ -51,6 +51,9 @@ from impls.catalog import DESCRIPTIONS, OURS
 MAX_REASON = 300
 """Characters of a reason that a report prints; the record holds all of it."""
 
+NOT_TRACED = "not traced"
+"""What is said of a time on the device of which no trace says what it consists of."""
+
 MEASUREMENTS = "measurements"
 """The anchor of the table of all measurements."""
 
@@ -298,7 +301,7 @@ def parts(comparison: Comparison) -> Table | None:
         line = [code(row.case), code(row.label), number_text(row.compile_ms, 3), number_text(row.plan_us, 3)]
         line += [us_text(row.host_launch_us), us_text(row.host_total_us), linked(us_text(row.us), row.anchor)]
         if profiled and math.isnan(row.traced_us):
-            line += [ABSENT] * 8
+            line += [NOT_TRACED, *[ABSENT] * 7]
         elif profiled:
             line += [str(len(row.kernel_names)), us_text(row.main_us), us_text(row.others_us), f"{row.gap_us:.2f}"]
             line += [f"{row.between_us:.2f}", us_text(row.traced_us), us_text(row.profiled_us)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -488,6 +489,55 @@ def test_no_text_overlaps_another_and_all_of_it_is_inside(
         assert box.x0 >= -1, text
         assert box.x1 <= figure.bbox.x1 + 1, text
     assert figure.get_size_inches()[0] == WIDTH
+
+
+def test_marks_of_two_implementations_do_not_lie_on_each_other_in_the_error_figure(everyone: Path) -> None:
+    comparison = load([everyone])
+    with mpl_style.context(["default", RC]):
+        figure = FIGURES["error"](comparison)
+        assert figure is not None
+        figure.draw_without_rendering()
+    for ax, column in zip(figure.axes, ("rel_l2", "worst_row"), strict=True):
+        marks = ax.collections[0]
+        shown = comparison.impls[comparison.impls[column].notna()]
+        labels = list(shown["label"])
+        places = ax.transData.transform(marks.get_offsets()) * 72 / figure.dpi
+        assert len(places) == len(labels) > 20
+        wide = math.sqrt(marks.get_sizes()[0])
+        for (one, a), (other, b) in itertools.combinations(zip(places, labels, strict=True), 2):
+            assert a == b or abs(one[0] - other[0]) >= 0.9 * wide or abs(one[1] - other[1]) >= 0.9 * wide, (a, b)
+
+
+@pytest.fixture(scope="module")
+def half_traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A rendered report in which only one implementation was traced, and another is refused on one case."""
+    cases = {name: fake.GPU_CASES[name] for name in ("b1_1k", "b1_8k", "b64_4k")}
+    records = fake.gpu_records(cases, faults={("b1_8k", "flash-attn-2"): ("unsupported", "not this one")})
+    for r in records:
+        if r.get("timing") and r["impl"] != "torch-varlen":
+            r["timing"]["host"] = {"launch_us": 20.0, "end_to_end_us": 50.0}
+        if r.get("impl") == "torch-varlen":
+            r["plan_us"] = None
+    folder = fake.write(tmp_path_factory.mktemp("reports") / "half", records)
+    traced = [r for r in fake.profiled(records, run_id="run-9") if r.get("impl") in (None, "triton-splitkv")]
+    rec.append(folder / "records-kernels.jsonl", *traced)
+    render_study([folder])
+    return folder
+
+
+def test_what_was_not_traced_says_so_in_the_figure_its_caption_and_the_table(half_traced: Path) -> None:
+    figure = FIGURES["parts"](load([half_traced]))
+    assert figure is not None
+    words = [[text.get_text() for text in ax.texts] for ax in figure.axes]
+    order = ["tilelang-splitkv", "triton-splitkv", "flash-attn-2", "flash-attn-3", "torch-sdpa"]
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == order
+    assert words[0] == words[2] == ["not traced", "", *["not traced"] * 3]
+    assert words[1] == ["not traced", "", "unsupported", "not traced", "not traced"]
+    assert words[4] == ["", "", "unsupported", "", ""]
+    assert words[3] == words[5] == [""] * 5
+    told = section(text_of(half_traced), "Where the time goes")
+    assert "Not traced, and drawn as one bar: `tilelang-splitkv` on 3 cases, `flash-attn-2` on 2 cases," in told
+    assert re.search(r"\| `b1_1k` \| `tilelang-splitkv` \| .* \| not traced \| – \|", told)
 
 
 @pytest.mark.parametrize("name", ["share", "latency", "splits", "error"])
