@@ -11,6 +11,7 @@ from harness import stats
 from harness.render.decisions import leaders, on_devices, paired, splits_text
 from harness.render.frame import Comparison, impl_of
 from harness.render.groups import curves_of
+from harness.render.rows import checked_elsewhere
 from harness.render.text import cases_text, code, join, linked, percent_text
 from impls.catalog import ABLATIONS, OURS
 
@@ -95,13 +96,33 @@ def own_counts(comparison: Comparison) -> str:
 def _in_depth(comparison: Comparison) -> list[str]:
     """Who is right in the check before each timing, and in that of ``splitkv check``, where there was one."""
     rows = comparison.impls
-    if rows["deep"].isna().all():
-        return []
     before = _faulty(comparison, "status", ("wrong",))
     first = f"In the check before each timing {before}" if before else "Right in the check before each timing"
+    if rows["deep"].isna().all():
+        return [f"{first}; {_deeper_elsewhere(comparison)}."]
     deeper = linked("deeper check", deep_anchor(comparison))
     later = _faulty(comparison, "deep", ("wrong", "failed", "invalid"))
     return [f"{first}; in the {deeper} {later}." if later else f"{first}, and in the {deeper}."]
+
+
+def _deeper_elsewhere(comparison: Comparison) -> str:
+    """Where the deeper check of the same kernels stands, for a study without one of its own."""
+    found = None
+    if len(comparison.folders) == 1:
+        [folder] = comparison.folders.values()
+        impls = list(dict.fromkeys(map(impl_of, comparison.series)))
+        found = checked_elsewhere(folder, comparison.runs, impls)
+    if found is None:
+        return "no deeper check was recorded"
+    told = [
+        f"{code(impl)} is right on {right} of {tried}{'' if i else ' cases'}"
+        for i, (impl, (right, tried)) in enumerate(found.counts.items())
+    ]
+    name = found.folder.name
+    return (
+        f"the deeper check of the same kernels, at the same commit and on a GPU of the same name, stands in"
+        f" [{name}](../{name}/README.md#{DEEP}), where {join(told)}"
+    )
 
 
 def _faulty(comparison: Comparison, column: str, words: Sequence[str]) -> str:

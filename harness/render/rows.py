@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -121,6 +122,59 @@ def deep_checks_of(folder: Path) -> dict[tuple[str, str], str]:
             key = (record["case"], series_label(record))
             found[key] = record["status"] if found.get(key, "ok") == "ok" else found[key]
     return found
+
+
+@dataclass(frozen=True)
+class CheckedElsewhere:
+    """What ``splitkv check`` found of a study's implementations on the cases of another study.
+
+    Args:
+        folder: of the other study, beside this one's.
+        counts: implementation -> on how many cases it is right, and how many it was tried on.
+    """
+
+    folder: Path
+    counts: Mapping[str, tuple[int, int]]
+
+
+def checked_elsewhere(folder: Path, runs: Iterable[Record], impls: Sequence[str]) -> CheckedElsewhere | None:
+    """The deeper check of the same kernels beside a study: of the same commit, on a GPU of the same name.
+
+    Args:
+        folder: of the study.
+        runs: its ``run`` records.
+        impls: its implementation ids.
+
+    Returns:
+        The first folder by name in which any of the implementations was checked, or None. A run whose commit is
+        not known, or that had local changes, is of no other's commit.
+    """
+    mine = {key for run in runs if (key := _code_and_gpu(run)) is not None}
+    for path in sorted(folder.resolve().parent.glob(f"*/{CHECKS_FILE}")):
+        if path.parent == folder.resolve():
+            continue
+        records = read(path)
+        alike = {r["run_id"] for r in records if r["kind"] == "run" and _code_and_gpu(r) in mine}
+        counts: dict[str, tuple[int, int]] = {}
+        for impl in impls:
+            told = [
+                record["status"]
+                for record in records
+                if record["kind"] == "check"
+                and record["run_id"] in alike
+                and series_label(record) == impl
+                and record["status"] not in ("unsupported", "unavailable")
+            ]
+            if told:
+                counts[impl] = (told.count("ok"), len(told))
+        if counts:
+            return CheckedElsewhere(path.parent, counts)
+    return None
+
+
+def _code_and_gpu(run: Record) -> tuple[str, str] | None:
+    env = run["env"]
+    return None if env.get("dirty") or not env.get("git") else (str(env["git"]), device_of(run))
 
 
 def _settings(config: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.record import IMPOSTORS_FILE, SELFTEST_FILE, records_file
+from harness.record import CHECKS_FILE, IMPOSTORS_FILE, SELFTEST_FILE, records_file
 from harness.render import render_study
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +33,9 @@ def test_a_committed_report_is_what_its_records_give(name: str, tmp_path: Path) 
     for file in committed.iterdir():
         if file.suffix in (".jsonl", ".toml"):
             shutil.copy(file, again)
+    for checks in (ROOT / "reports").glob(f"*/{CHECKS_FILE}"):  # of the same kernels, which a report may point to
+        (tmp_path / checks.parent.name).mkdir(exist_ok=True)
+        shutil.copy(checks, tmp_path / checks.parent.name)
     render_study([again])
     rendered = [p.relative_to(again) for p in again.rglob("*") if p.is_file()]
     kept = [p.relative_to(committed) for p in committed.rglob("*") if p.is_file() and p.name != "report.html"]

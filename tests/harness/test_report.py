@@ -191,6 +191,37 @@ def test_uneven_batches_state_the_largest_split_count(tmp_path: Path) -> None:
     assert "| auto: up to 8 |" in text_of(folder)
 
 
+def checks_beside(folder: Path, records: list[rec.Record], **env: object) -> None:
+    """A study with a deeper check in which flash-attn-3 is wrong on one case, by code of this environment."""
+    run = records[0] | {"run_id": "run-checks", "env": {**records[0]["env"], **env}}
+    rec.append(folder / rec.CHECKS_FILE, run)
+    for r in (r for r in records if r.get("impl") in ("triton-splitkv", "flash-attn-3")):
+        bad = (r["case"], r["impl"]) == ("b1_8k", "flash-attn-3")
+        told = {"status": "wrong", "reason": "normal: off", "check": FAULT} if bad else {"check": FAULT | RIGHT}
+        rec.append(folder / rec.CHECKS_FILE, r | {"kind": "check", "timing": None, "run_id": "run-checks"} | told)
+
+
+@pytest.mark.parametrize(
+    ("env", "there"),
+    [({}, True), ({"git": "fedcba98" * 5}, False), ({"gpu": "NVIDIA H100"}, False), ({"dirty": True}, False)],
+)
+def test_without_a_deeper_check_of_its_own_a_study_points_to_one_of_the_same_kernels(
+    env: Mapping[str, object], there: bool, tmp_path: Path
+) -> None:
+    records = fake.gpu_records({name: fake.GPU_CASES[name] for name in ("b1_1k", "b1_8k")})
+    folder = fake.write(tmp_path / "study", records)
+    checks_beside(tmp_path / "other", records, **env)
+    render_study([folder])
+    [line] = [line for line in text_of(folder).splitlines() if line.startswith("Right in the check before each")]
+    if there:
+        assert line.endswith(
+            "stands in [other](../other/README.md#deep), where `triton-splitkv` is right on 2 of 2 cases and"
+            " `flash-attn-3` is right on 1 of 2."
+        )
+    else:
+        assert line == "Right in the check before each timing; no deeper check was recorded."
+
+
 def test_what_the_deeper_check_found_wrong_stands_at_the_top(tmp_path: Path) -> None:
     records = fake.gpu_records({name: fake.GPU_CASES[name] for name in ("b1_1k", "b1_8k")})
     folder = fake.write(tmp_path / "study", records)
