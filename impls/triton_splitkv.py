@@ -5,8 +5,8 @@ kernel runs one program per (split, KV head, head tile). It streams the split's 
 ``BLOCK_N`` keys, through an online softmax in base 2 over ``BLOCK_H`` query heads that share the KV head. A
 sequence's only split writes the output itself; otherwise each split writes a *normalised* float32 partial
 and its natural-log LSE, and the combine kernel merges a sequence's partials, all splits side by side, with
-weights ``exp(lse_s - lse)``. Without merges there is no second launch; nor where the programs of a sequence merge
-its splits by themselves, by exchange (:mod:`impls.triton_exchange`).
+weights ``exp(lse_s - lse)``. Without merges there is no second launch; nor where all programs are on the device at
+once, for then those of a sequence merge its splits by themselves (:mod:`impls.triton_exchange`).
 
 Tiling. Decode is bound by reading K and V, so the tile is chosen for bytes in flight, not for the tensor
 cores: from head dim 128 up, the buffers of K and V fill over half of an SM's shared memory, one CTA an SM;
@@ -25,9 +25,9 @@ the LSE is returned. Differences from ``impls/tilelang_splitkv.py``: the algorit
 workspace layouts are the same. Here the compiler pipelines the loads (cp.async on sm_80 and sm_90, no TMA) and
 lays out the tiles. Above head dim 64 the warps share the keys of a tile out for the scores and the head dim for
 the output, because the parts of wider heads cost more to merge than they save. Splits never merge in clusters,
-for Triton has no way into another CTA's shared memory. On a machine without CUDA the very same
-kernels run in Triton's interpreter, with the operands of both products converted to float32 (its bfloat16
-products are wrong, its float16 ones slow).
+for Triton has no way into another CTA's shared memory. On a machine without CUDA the very same kernels run in
+Triton's interpreter, with the operands of both products converted to float32 (its bfloat16 products are wrong, its
+float16 ones slow), one program after another, so that none can wait for another.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from impls.triton_tile import (
     SPACE,
     TILE_TUNING,
     Tile,
+    at_once,
     block_d,
     choose_tile,
     combine_warps,
@@ -59,6 +60,7 @@ from impls.triton_tile import (
     shared_memory,
     sm_count,
     tile_bytes,
+    uses_wgmma,
 )
 
 # Triton decides between compiler and interpreter when it is imported.
@@ -94,7 +96,7 @@ def _over_parts(x):
     return a + b
 
 
-@triton.jit(do_not_specialize=["heads_q", "group", "tiles", "head_tiles", "splits", "scale_log2"])
+@triton.jit(do_not_specialize=["heads_q", "group", "tiles", "head_tiles", "scale_log2"])
 def split_kernel(
     q_ptr,  # [B, Hq, D]
     k_ptr,  # [total_kv, Hkv, D]
@@ -103,7 +105,7 @@ def split_kernel(
     lse_ptr,  # [B, Hq] float32
     partial_ptr,  # [slots, Hq, D] float32; with EXCHANGE the mail, [slots, Hq, D + 2] int64
     partial_lse_ptr,  # [slots, Hq] float32; not with EXCHANGE
-    items_ptr,  # [splits, 4] int32
+    items_ptr,  # [splits, 4] int32; with EXCHANGE [programs, 8]
     rounds_ptr,  # [programs] int32, with EXCHANGE
     stride_qb,
     stride_qh,
@@ -115,7 +117,6 @@ def split_kernel(
     group,  # query heads per KV head
     tiles,  # programs per split: KV heads x head tiles
     head_tiles,
-    splits,  # of every sequence, with EXCHANGE
     scale_log2,  # softmax scale x log2(e)
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -124,22 +125,22 @@ def split_kernel(
     PARTS: tl.constexpr,  # of a tile's keys: 1, or 4, one a warp
     OPERAND: tl.constexpr,  # dtype of both products' operands
     PDL: tl.constexpr,  # programmatic dependent launch
-    EXCHANGE: tl.constexpr,  # whether splits merge here, and the columns at a time, in pairs; 0: they do not
+    EXCHANGE: tl.constexpr,  # pairs of columns that are merged here at a time; 0: splits do not merge here
     NUM_WARPS: tl.constexpr,
 ):
-    """Attention of one head tile over one split; with EXCHANGE, a share of its merge with the others'."""
+    """Attention of one head tile over one split; with EXCHANGE also a share of the sequence's merge."""
     if PDL:  # put in place while the kernel before ran, which may write what this reads or read what this writes
         tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0)
-    if EXCHANGE:  # the splits of a head tile are neighbours, which are put in place together
+    if EXCHANGE:
+        item_ptr = items_ptr + pid * 8
+        tile = tl.load(item_ptr + 4)
+        rank = tl.load(item_ptr + 5)
+        splits = tl.load(item_ptr + 6)
         round = tl.load(rounds_ptr + pid) + 1
-        rank = pid % splits
-        tile = pid // splits % tiles
-        item = pid // (splits * tiles) * splits + rank
-    else:  # the head tiles of a split are, so that all but the first read K and V from L2
+    else:  # the head tiles of a split are neighbours, so that all but the first read K and V from L2
+        item_ptr = items_ptr + pid // tiles * 4
         tile = pid % tiles
-        item = pid // tiles
-    item_ptr = items_ptr + item * 4
     sequence = tl.load(item_ptr)
     first_row = tl.load(item_ptr + 1).to(tl.int64)
     keys = tl.load(item_ptr + 2)
@@ -200,33 +201,32 @@ def split_kernel(
         l_i = tl.sum(l_i * weight, 0)
         acc = _over_parts(acc * tl.expand_dims(weight, -1))
 
-    if EXCHANGE:
+    # Without keys the sum is 0 and the maximum -inf: output 0, LSE -inf. A sum of NaN stays one.
+    l_safe = tl.where(l_i != 0, l_i, 1.0)
+    lse = (m_i + tl.log2(l_safe)) * LN_2
+    if slot < 0:  # the sequence's only split
+        rows = sequence.to(tl.int64) * heads_q + offs_h
+        tl.store(lse_ptr + rows, lse, mask=offs_g < group)
+        out_ptrs = out_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :]
+        tl.store(out_ptrs, cast(acc / l_safe[:, None], out_ptr.dtype.element_ty), mask=mask_hd)
+    else:
         rows = slot.to(tl.int64) * heads_q + offs_h
-        send(partial_ptr, rows, offs_g < group, acc, m_i, l_i, round, HEAD_DIM, BLOCK_H, BLOCK_D)
-        head = head_kv * group + first_g
-        mail_row = (slot - rank).to(tl.int64) * heads_q + head
-        out_row = sequence.to(tl.int64) * heads_q + head
-        heads = tl.minimum(group - first_g, BLOCK_H)
-        merge(
-            partial_ptr, out_ptr, lse_ptr, mail_row, out_row, heads_q, heads, rank, splits, round,
-            HEAD_DIM, EXCHANGE, NUM_WARPS,
-        )  # fmt: skip
+        if EXCHANGE:
+            send(partial_ptr, rows, offs_g < group, acc, m_i, l_i, round, HEAD_DIM, BLOCK_H, BLOCK_D)
+            head = head_kv * group + first_g
+            mail_row = (slot - rank).to(tl.int64) * heads_q + head
+            out_row = sequence.to(tl.int64) * heads_q + head
+            heads = tl.minimum(group - first_g, BLOCK_H)
+            merge(
+                partial_ptr, out_ptr, lse_ptr, mail_row, out_row, heads_q, heads, rank, splits, round,
+                HEAD_DIM, EXCHANGE, NUM_WARPS,
+            )  # fmt: skip
+        else:
+            tl.store(partial_lse_ptr + rows, lse, mask=offs_g < group)
+            tl.store(partial_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :], acc / l_safe[:, None], mask=mask_hd)
+    if EXCHANGE:
         tl.debug_barrier()  # every thread has read the counter
         tl.store(rounds_ptr + pid, round)
-    else:
-        # Without keys the sum is 0 and the maximum -inf: output 0, LSE -inf. A sum of NaN stays one.
-        l_safe = tl.where(l_i != 0, l_i, 1.0)
-        acc = acc / l_safe[:, None]
-        lse = (m_i + tl.log2(l_safe)) * LN_2
-        if slot < 0:  # the sequence's only split
-            rows = sequence.to(tl.int64) * heads_q + offs_h
-            tl.store(lse_ptr + rows, lse, mask=offs_g < group)
-            out_ptrs = out_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :]
-            tl.store(out_ptrs, cast(acc, out_ptr.dtype.element_ty), mask=mask_hd)
-        else:
-            rows = slot.to(tl.int64) * heads_q + offs_h
-            tl.store(partial_lse_ptr + rows, lse, mask=offs_g < group)
-            tl.store(partial_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=mask_hd)
 
 
 @triton.jit(do_not_specialize=["heads_q"])
@@ -328,22 +328,20 @@ class TritonPlan(SplitKVPlan):
     ) -> None:
         head_tiles = -(-problem.group // tile.block_h)
         tiles = problem.heads_kv * head_tiles
-        sms = sm_count(device)
         # Words go in pairs. Next to float32 products, which fill the registers, the compiler spills.
         can_exchange = not INTERPRETED and problem.head_dim % 2 == 0 and problem.dtype != "float32"
         super().__init__(
             problem,
             device,
             choice,
-            sm_count=sms,
+            sm_count=sm_count(device),
             tiles_per_split=tiles,
             min_keys=tile.block_n,
-            at_once=sms if can_exchange else 0,
+            at_once=at_once(problem, tile, device) if can_exchange else 0,
         )
         compute_dtype = "float32" if INTERPRETED else problem.dtype
         scale_log2 = problem.softmax_scale * math.log2(math.e)
-        splits = self._counts.item(0) if self._exchange else 1
-        scalars = (problem.heads_q, problem.group, tiles, head_tiles, splits, scale_log2)
+        scalars = (problem.heads_q, problem.group, tiles, head_tiles, scale_log2)
         pairs = pairs_at_a_time(problem.group, tile.block_h, problem.head_dim, tile.num_warps)
         constants = {
             "HEAD_DIM": problem.head_dim,
@@ -356,11 +354,12 @@ class TritonPlan(SplitKVPlan):
             "EXCHANGE": pairs if self._exchange else 0,
             "NUM_WARPS": tile.num_warps,
         }
-        self._send_to = self._partial.view(torch.int64).squeeze(-1) if self._exchange else self._partial
+        self._sent = self._partial.view(torch.int64) if self._exchange else self._partial
+        programs = len(self._items) * (1 if self._exchange else tiles)
         options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}
         if has_pdl(device):
             options["launch_pdl"] = True
-        self._split = Launch(split_kernel, len(self._items) * tiles, scalars, constants, options)
+        self._split = Launch(split_kernel, programs, scalars, constants, options)
         self._combine = combine_launch(len(self._merges), problem.heads_q, problem.head_dim, device)
         self.config = {
             "library": "triton",
@@ -377,7 +376,7 @@ class TritonPlan(SplitKVPlan):
         """Launch the split kernel."""
         q, k, v = inputs.q, inputs.k, inputs.v
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-        tensors = (q, k, v, out, lse, self._send_to, self._partial_lse, self._items, self._rounds)
+        tensors = (q, k, v, out, lse, self._sent, self._partial_lse, self._items, self._rounds)
         self._split(tensors, strides)
 
     def launch_combine(self, out: Tensor, lse: Tensor) -> None:
@@ -421,8 +420,7 @@ class TritonSplitKV:
             if device.type == "cpu":
                 return None
             tile = choose_tile(problem, device, {**TUNING, **choice}, short=False)
-            wgmma = tile.block_h >= 64 and torch.cuda.get_device_capability(device) == (9, 0)
-            return too_large(tile_bytes(problem, tile, wgmma=wgmma), shared_memory(device))
+            return too_large(tile_bytes(problem, tile, wgmma=uses_wgmma(tile, device)), shared_memory(device))
 
         return configurations(SPACE, refusal)
 
@@ -441,7 +439,7 @@ class TritonSplitKV:
 
 
 def _compile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile) -> None:
-    """Compile and load all kernels by running them once on two keys in two splits, for each way to merge them.
+    """Compile and load all kernels by running them once on two keys in two splits, for each way to merge those.
 
     The first real run may be inside a CUDA graph, where neither may happen.
     """
@@ -452,6 +450,6 @@ def _compile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, 
     q = torch.zeros((1, tiny.heads_q, tiny.head_dim), dtype=dtype, device=device)
     kv = torch.zeros((2, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)
     cu_seqlens_k = torch.tensor(tiny.cu_seqlens, dtype=torch.int32, device=device)
-    for merging in ("combine", "auto"):  # none that can exchange has more CTAs than this
+    for merging in ("combine", "auto"):  # whatever exchanges has no fewer programs, so this does too
         plan = TritonPlan(tiny, device, {**choice, "num_splits": 2, "merge": merging}, tile)
         plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)

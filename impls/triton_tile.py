@@ -19,6 +19,9 @@ from impls.splitkv_plan import CPU_CTAS, positive
 TILE_TUNING: Mapping[str, Scalar] = {"block_n": None, "block_h": None, "num_stages": 3, "num_warps": 4}
 """What a caller may choose about tiles; None means the rule in :func:`choose_tile`."""
 
+RESERVED_BYTES = 1 << 10
+"""Shared memory that the system takes for each CTA (CUDA C++ Programming Guide, compute capability 8.0 and up)."""
+
 SPACE: Space = (
     {"block_n": (32, 64, 128), "num_stages": (2, 3, 4)},
     {"block_n": (64, 128), "num_stages": (2, 3), "num_warps": (8,)},
@@ -104,6 +107,26 @@ def tile_bytes(problem: DecodeProblem, tile: Tile, *, wgmma: bool) -> int:
         return 2 * buffers * tile.block_n * block_d(problem.head_dim) * problem.element_bytes
     need = (2 * buffers * tile.block_n + tile.block_h) * block_d(problem.head_dim) * problem.element_bytes
     return need if wgmma else need + tile.block_h * tile.block_n * problem.element_bytes
+
+
+def uses_wgmma(tile: Tile, device: torch.device) -> bool:
+    """Whether the compiler makes a wgmma of the tile's products: 64 rows, on sm_90."""
+    return tile.block_h >= 64 and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def at_once(problem: DecodeProblem, tile: Tile, device: torch.device) -> int:
+    """Programs of the split kernel that are surely on the device at once, at least one an SM.
+
+    An SM has as much shared memory as one program may use and :data:`RESERVED_BYTES` more, which the system takes
+    for every program; a thread has at most 256 registers.
+    """
+    if device.type == "cpu":
+        return CPU_CTAS
+    properties = _device_properties(device)
+    shared = tile_bytes(problem, tile, wgmma=uses_wgmma(tile, device))
+    by_memory = (properties["max_shared_mem"] + RESERVED_BYTES) // (shared + RESERVED_BYTES)
+    by_registers = properties["max_num_regs"] // (256 * 32 * tile.num_warps)
+    return properties["multiprocessor_count"] * max(1, min(by_memory, by_registers))
 
 
 def is_short(problem: DecodeProblem, device: torch.device) -> bool:

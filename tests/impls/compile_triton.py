@@ -201,7 +201,7 @@ def launches() -> dict[str, int]:
     torch.cuda.current_device = lambda: 0
     constants = {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_H": 16, "BLOCK_N": 64, "PARTS": 4}
     constants |= {"OPERAND": tl.float16, "PDL": True, "EXCHANGE": 0, "NUM_WARPS": 4}
-    launch = Launch(split_kernel, 8, (8, 4, 2, 1, 1, 0.1), constants, {"num_warps": 4})
+    launch = Launch(split_kernel, 8, (8, 4, 2, 1, 0.1), constants, {"num_warps": 4})
     draw = random.Random(1)
     for _ in range(2000):
         dtypes = [torch.float16] * 4 + [torch.float32] * 3 + [torch.int32] * 2

@@ -64,8 +64,25 @@ def test_short_work_is_what_leaves_an_h200_waiting(kv_lens, short: bool, monkeyp
     assert triton_tile.is_short(shape, torch.device("cuda", 0)) is short
 
 
-def test_new_lengths_and_batch_sizes_ask_for_one_specialisation() -> None:
-    assert ask_compiler("variants") == {"split": 1, "combine": 1}
+def test_new_lengths_and_batch_sizes_ask_for_no_specialisation() -> None:
+    """Two of the split kernel: with a merge by exchange and without."""
+    assert ask_compiler("variants") == {"split": 2, "combine": 1}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "short", "an_sm"),
+    [(128, False, 1), (128, True, 2), (64, False, 2), (64, True, 2), (256, False, 1)],
+)
+def test_programs_that_an_h200_surely_holds(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, short: bool, an_sm: int
+) -> None:
+    """By shared memory, or else by registers: two programs of 128 threads."""
+    h200 = {"multiprocessor_count": 132, "max_shared_mem": 232448, "max_num_regs": 65536}
+    monkeypatch.setattr(triton_tile, "_device_properties", lambda device: h200)
+    gpu = torch.device("cuda", 0)
+    shape = problem(1024, heads=(32, 8), head_dim=head_dim)
+    tile = triton_tile.choose_tile(shape, gpu, triton_tile.TILE_TUNING, short=short)
+    assert triton_tile.at_once(shape, tile, gpu) == 132 * an_sm
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,9 @@ def expected(acc: Tensor, top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         (3, 7, 64),
         (4, 16, 96),
         (5, 1, 80),
-        (16, 8, 128),
-        (17, 4, 64),
-        (40, 3, 256),
+        (16, 8, 64),
+        (17, 4, 32),
+        (40, 3, 16),
         (64, 1, 16),
         (2, 33, 66),
     ],
@@ -165,8 +165,6 @@ def plans(
 def test_an_exchange_is_right(heads: tuple[int, int], head_dim: int, splits: int) -> None:
     """With strided K and V too, in any launch of a plan, and as a combine kernel has it."""
     for lens in LENGTHS:
-        if len(lens) * splits * heads[1] > torch.cuda.get_device_properties(GPU).multi_processor_count:
-            continue
         for layout, family in (("packed", "normal"), ("interleaved", "normal"), ("packed", "needles")):
             shape, plan = plans(lens, heads, head_dim, splits)
             assert plan.config["merge"] == "exchange"
@@ -260,15 +258,26 @@ def test_a_nan_among_its_keys_is_in_the_output_of_its_sequence_alone() -> None:
 
 
 @pytest.mark.gpu
-def test_batches_of_other_kinds_have_partials() -> None:
-    for lens, merging in (
-        ((700, 701), "exchange"),
-        ((700, 0), "combine"),
-        ((700, 3), "combine"),
-        ((2, 2), "exchange"),
-    ):
-        shape, plan = plans(lens, (8, 2), 128, 4, merge="auto")
-        assert plan.config["merge"] == merging, lens
+@pytest.mark.parametrize(
+    "lens",
+    [(700, 0), (700, 3), (0, 5, 1, 0), (2, 2), (4000, 900, 77, 3000, 1)],
+    ids=lambda lens: "-".join(map(str, lens)),
+)
+def test_batches_of_different_lengths_are_right(lens: tuple[int, ...]) -> None:
+    """Sequences of one split write their output in the same launch; empty ones too."""
+    for num_splits in (4, "auto"):
+        shape = problem(*lens, heads=(8, 2), head_dim=128, dtype="bfloat16")
+        plan = TritonSplitKV().plan(shape, GPU, {"num_splits": num_splits})
+        assert plan.config["merge"] in ("exchange", None)
         inputs = make_inputs(shape, 7, GPU)
-        result = check_plan(plan, inputs, reference(inputs))
-        assert result.ok, result.reason
+        for _ in range(3):
+            result = check_plan(plan, inputs, reference(inputs))
+            assert result.ok, result.reason
+
+
+@pytest.mark.gpu
+def test_more_programs_than_the_device_holds_leave_partials() -> None:
+    shape = problem(*[64] * 300, heads=(8, 2), head_dim=128, dtype="bfloat16")
+    assert TritonSplitKV().plan(shape, GPU, {"num_splits": 2}).config["merge"] == "combine"
+    with pytest.raises(ValueError, match="merge: expected"):
+        TritonSplitKV().plan(shape, GPU, {"num_splits": 2, "merge": "exchange"})
