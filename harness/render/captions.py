@@ -22,7 +22,7 @@ from harness.render.groups import (
     with_share,
 )
 from harness.render.plots_detail import parts_cases
-from harness.render.text import cases_text, code, join, us_text
+from harness.render.text import cases_text, code, hosts_sentence, join, us_text
 from harness.stats import CONFIDENCE
 
 CPU_ONLY = "a run on a CPU makes no claim about speed"
@@ -169,8 +169,8 @@ def _parts_reading(comparison: Comparison) -> str:
     rows = comparison.impls[comparison.impls["traced_us"].notna()]
     text = (
         "Above: on the device. Below: on the host, a later plan for other lengths, the launch until it returns, and"
-        " the wait for the device."
-    )
+        f" the wait for the device. {hosts_sentence(comparison.runs)}"
+    ).rstrip()
     if rows.empty:
         return text + (
             " The device's time is one bar: no record says which kernels it went to. `splitkv run STUDY --method"

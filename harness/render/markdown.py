@@ -14,7 +14,7 @@ from harness.render.findings import DEEP, FEW_PEERS, headline, peers_of
 from harness.render.frame import Comparison
 from harness.render.repeats import Repeat, repeat_section, within_rounds
 from harness.render.template import Picture, fill
-from harness.render.text import bytes_text, code, escape, join, versions
+from harness.render.text import bytes_text, code, escape, hosts_sentence, join, versions
 from harness.stats import CONFIDENCE
 
 METHODS: Mapping[str, str] = {
@@ -71,6 +71,7 @@ def context(comparison: Comparison, folder: Path, repeat: Repeat | None = None) 
         "against": tables.against(comparison),
         "splits": tables.splits(comparison),
         "parts": tables.parts(comparison),
+        "hosts": hosts_sentence(comparison.runs),
         "support_counts": tables.support_counts(comparison),
         "support": tables.support(comparison),
         "support_note": tables.support_note(comparison),

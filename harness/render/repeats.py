@@ -273,17 +273,20 @@ def _host(repeat: Repeat) -> tuple[Table | None, str]:
     ratio, title, label = max(found, key=lambda item: abs(math.log(item[0])))
     most = max(ratio, 1 / ratio)
     where = f"{most:.2f}× ({title.removesuffix(' µs')} of {code(label)})"
-    note = f"They differ by at most {where}."
+    first, second = (_hosts(side) for side in (repeat.first, repeat.second))
+    machines = f"first run: {first}; second: {second}"
+    note = f"They differ by at most {where} ({machines})."
     if most > HOST_DIFFERENCE:
-        hosts = [
-            join(list(dict.fromkeys(host_text(run["env"]) for run in side.runs)))
-            for side in (repeat.first, repeat.second)
-        ]
         note = (
             f"They differ by up to {where}: host times depend on the machine's CPU and on what else it does"
-            f" (first run: {hosts[0]}; second: {hosts[1]})."
+            f" ({machines})."
         )
     return Table(["implementation", *HOST_TIMES.values()], "lrrr", lines), note
+
+
+def _hosts(comparison: Comparison) -> str:
+    told = dict.fromkeys(host_text(run["env"]) or "a CPU that was not recorded" for run in comparison.runs)
+    return join(list(told))
 
 
 def _environment(repeat: Repeat) -> Table | None:

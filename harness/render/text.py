@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 ABSENT = "–"
@@ -40,10 +40,16 @@ def versions(env: Mapping[str, Any], libraries: Sequence[str]) -> list[str]:
 
 
 def host_text(env: Mapping[str, Any]) -> str:
-    """The CPU of a run's machine and how many logical cores it has, as far as its environment names them."""
+    """The CPU of a run's machine and how many logical cores it has; empty where its environment names none."""
     if not env.get("cpu"):
-        return "a CPU that was not recorded"
+        return ""
     return escape(str(env["cpu"])) + (f", {env['cpu_count']} logical cores" if env.get("cpu_count") else "")
+
+
+def hosts_sentence(runs: Iterable[Mapping[str, Any]]) -> str:
+    """What the host times of runs were taken on, each machine once; empty where no run names its CPU."""
+    hosts = [host for host in dict.fromkeys(host_text(run["env"]) for run in runs) if host]
+    return f"Host: {join(hosts)}." if hosts else ""
 
 
 def cases_text(n: int) -> str:

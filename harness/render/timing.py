@@ -20,7 +20,7 @@ from harness.cost import CEILING_SLACK
 from harness.record import SELFTEST_FILE, Record, RecordError, read
 from harness.render.looks import ALARM_COLOUR, RC, WIDTH, save
 from harness.render.template import Picture, Table, fill
-from harness.render.text import code, escape, join, versions
+from harness.render.text import code, escape, hosts_sentence, join, versions
 from harness.render.timing_tables import (
     duration,
     example_note,
@@ -130,7 +130,7 @@ def write_timing_report(folder: Path) -> Path:
         "identical": _identical(by["identical"]) if by["identical"] else None,
         "sensitivity": _sensitivity(by["sensitivity"]) if by["sensitivity"] else None,
         "smallest_found": _smallest_found(by["sensitivity"]) if by["sensitivity"] else None,
-        "timers": _timers(by["timers"]),
+        "timers": _timers(by["timers"], hosts_sentence(runs[-1:])),
         "reasons": _reasons(by["timers"]) if by["timers"] else [],
         "planning": planning_table(by["planning"]) if by["planning"] else None,
         "planning_reasons": planning_reasons(by["planning"]),
@@ -139,6 +139,7 @@ def write_timing_report(folder: Path) -> Path:
         "liars": liars_table(by["liars"]) if by["liars"] else None,
         "liars_sentence": liars_sentence(by["liars"]) if by["liars"] else None,
         "example_note": example_note(by["example"]),
+        "hosts": hosts_sentence(runs[-1:]),
         "has_ceiling": runs[-1]["env"].get("device") == "cuda",
         "slack": f"{CEILING_SLACK:g}",
         "duration": duration(markers),
@@ -288,7 +289,8 @@ def _times(trials: Sequence[Record]) -> dict[tuple[str, str], dict[str, float | 
     return times
 
 
-def _timers(trials: Sequence[Record]) -> list[dict[str, Any]]:
+def _timers(trials: Sequence[Record], hosts: str) -> list[dict[str, Any]]:
+    """The tables of timers; ``hosts`` says what machine queued their launches."""
     rows = _times(trials)
     groups = []
     for group in GROUPS:
@@ -307,7 +309,7 @@ def _timers(trials: Sequence[Record]) -> list[dict[str, Any]]:
         groups.append(
             {
                 "title": group.title,
-                "note": group.note,
+                "note": group.note + (f" {hosts}".rstrip() if "events" in group.timers else ""),
                 "table": Table(header, "ll" + "r" * (len(header) - 2), lines),
                 "differences": [
                     f"{code(t)}: {DIFFERENCES[t]}" + (_of_calls(trials) if t == "events" else "")

@@ -140,8 +140,8 @@ def test_host_times_that_differ_are_put_down_to_the_cpu(factor: float, remarked:
     most = f"{max(factor, 1 / factor):.2f}× (host launch of `flash-attn-2`)"
     cpus = "(first run: a CPU that was not recorded; second: Another CPU, 8 logical cores)"
     assert (f"They differ by up to {most}: host times depend on the machine's CPU" in told) == remarked
-    assert (cpus in told) == remarked
-    assert (f"They differ by at most {most}." in told) != remarked
+    assert cpus in told
+    assert (f"They differ by at most {most} (first run" in told) != remarked
 
 
 def test_another_commit_or_gpu_is_said_as_compare_says_it(tmp_path: Path) -> None:

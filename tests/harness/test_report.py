@@ -571,6 +571,16 @@ def test_what_was_not_traced_says_so_in_the_figure_its_caption_and_the_table(hal
     assert re.search(r"\| `b1_1k` \| `tilelang-splitkv` \| .* \| not traced \| – \|", told)
 
 
+def test_host_times_stand_beside_the_cpu_they_were_taken_on(half_traced: Path, tmp_path: Path) -> None:
+    assert "Host: " not in text_of(half_traced)  # of before environments named it
+    records = rec.read(half_traced / "records.jsonl")
+    records[0]["env"] |= {"cpu": "Some CPU @ 2.0 GHz", "cpu_count": 16}
+    folder = fake.write(tmp_path / "study", records)
+    render_study([folder])
+    told = section(text_of(folder), "Where the time goes")
+    assert told.count("Host: Some CPU @ 2.0 GHz, 16 logical cores.") == 2  # under the figure, and over the table
+
+
 @pytest.mark.parametrize("name", ["share", "latency", "splits", "error"])
 def test_axes_say_what_they_show_and_in_what_unit(splits: Path, name: str) -> None:
     figure = FIGURES[name](load([splits]))

@@ -382,3 +382,15 @@ def test_how_the_memory_ceiling_is_known_is_said_where_there_is_one(
     assert (
         "their bytes at 1.03 × the device's read ceiling. The ceiling is the fastest read of 4 GiB" in text
     ) == told
+
+
+def test_what_launches_wait_for_is_told_beside_the_host(tmp_path: Path) -> None:
+    env = {**fake.GPU_ENV, "cpu": "Some CPU", "cpu_count": 4}
+    path = tmp_path / record.SELFTEST_FILE
+    head = {"case": "b1_8k", "impl": "triton-splitkv", "experiment": "timers", "kv_bytes": 4}
+    record.append(path, record.run_record("run-1", "x", env))
+    for timer in ("graph", "events"):
+        record.append(path, {"kind": "trial", "schema": 1, "run_id": "run-1", **head, "timer": timer, "us": 16.0})
+    text = render_study([tmp_path]).read_text()
+    assert text.count("Host: Some CPU, 4 logical cores.") == 1
+    assert "what the host cannot queue in time, count. Host: Some CPU, 4 logical cores." in text
