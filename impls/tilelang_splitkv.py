@@ -661,6 +661,9 @@ class TileLangPlan(SplitKVPlan):
         self._dtype = TORCH_DTYPES[dtype]
         self._scale_log2 = problem.softmax_scale * LOG2_E
         shape = (problem.heads_q, problem.heads_kv, problem.head_dim)
+        # Other lengths may merge another way: both ways are compiled by whoever comes first.
+        for exchange in (False, True) if machine.exchanges else (False,):
+            compiled_split(machine.name, *shape, dtype, tile, 1, exchange)
         self._split = compiled_split(machine.name, *shape, dtype, tile, self._cluster, self._exchange)
         self._combine = compiled_combine(machine.name, problem.heads_q, problem.head_dim, dtype)
         self.config = {

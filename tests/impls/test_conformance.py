@@ -226,6 +226,22 @@ def test_nothing_else_is_read(name: str, fill: float, splits: int) -> None:
             assert torch.equal(got.lse[b], expected.lse[b])
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", OURS)
+def test_nan_among_a_sequences_own_keys_stays_nan(name: str, splits: int) -> None:
+    """In the sequence that holds it and there alone: not 0, which would pass for an answer."""
+    inputs = make_inputs(problem(200, 150, 90), 3, DEVICE)
+    clean = run(name, inputs, {"num_splits": splits})
+    k = inputs.k.clone()
+    k[200 + 77] = math.nan
+    dirty = run(name, replace(inputs, k=k), {"num_splits": splits})
+    assert dirty.out[1].isnan().all()
+    assert dirty.lse is not None
+    assert dirty.lse[1].isnan().all()
+    for b in (0, 2):
+        assert torch.equal(dirty.out[b], clean.out[b])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OURS)
 def test_more_sequences_than_a_second_grid_axis_holds(name: str) -> None:
