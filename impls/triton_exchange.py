@@ -49,7 +49,8 @@ mov.b32 $0, 0;
 def pairs_at_a_time(group: int, block_h: int, head_dim: int, num_warps: int) -> int:
     """Pairs of columns that a program merges at a time, of up to 4 splits: a power of two, 1 to 4 a thread.
 
-    Enough for the half of a head tile, which is the share of one of two splits, where that is not too much.
+    Enough for the half of a head tile, which is the share of one of two splits, where that is not too much. Next to
+    32 rows of over 128 columns, the compiler has registers for 2 a thread.
 
     Args:
         group: query heads per KV head.
@@ -59,7 +60,8 @@ def pairs_at_a_time(group: int, block_h: int, head_dim: int, num_warps: int) -> 
     """
     threads = 32 * num_warps
     half = min(group, block_h) * head_dim // 4
-    return max(threads, min(1 << (half - 1).bit_length(), 4 * threads))
+    most = 2 if block_h == 32 and head_dim > 128 else 4
+    return max(threads, min(1 << (half - 1).bit_length(), most * threads))
 
 
 @triton.constexpr_function
@@ -258,7 +260,7 @@ def _merge(
         total = tl.zeros([PAIRS], tl.float32)
         a = tl.zeros([PAIRS], tl.float32)
         b = tl.zeros([PAIRS], tl.float32)
-        for start in range(0, splits, SPLITS):
+        for start in range(0, FEW if SPLITS == FEW else splits, SPLITS):  # few are read at once
             count = tl.where(mine, splits - start, 0)
             got = _receive(value_ptrs, stat_ptrs, step, count, round, SPLITS, PAIRS // (32 * NUM_WARPS))
             # A split without keys is left out by its sum, which is 0; a sum of NaN is one like any other.
