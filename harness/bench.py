@@ -27,6 +27,7 @@ from harness.examine import Examiner
 from harness.inputs import input_sets
 from harness.rounds import take_rounds
 from harness.screen import Screener
+from harness.steps import Steps
 from harness.study import Entry
 from harness.timing import CaptureFailed, Lap, NotTheWork, Timer, conditions, judge, timed_sets
 from harness.worker import (
@@ -110,18 +111,9 @@ class Bench:
         self._impls: dict[str, DecodeImpl] = {}
         self._who: int | None = None
         self._what = "start"
-        self._examiner = Examiner(
-            self._device, load=self._load, at=self._at, attempt=self._attempt, send=self._send
-        )
-        self._screener = Screener(
-            self._device,
-            self._timer,
-            load=self._load,
-            at=self._at,
-            attempt=self._attempt,
-            send=self._send,
-            make_sets=self._make_sets,
-        )
+        steps = Steps(device=self._device, load=self._load, at=self._at, attempt=self._attempt, send=self._send)
+        self._examiner = Examiner(steps)
+        self._screener = Screener(steps, self._timer, self._make_sets)
         self.ready = Ready(
             device=kind,
             env=environment(kind),

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from harness.loop import Display, last_answer
 from harness.study import Case, Entry
+from harness.waking import as_done
 from harness.worker import Compile, Row, WorkerLost, WorkerPool
 from impls.problem import DecodeProblem
 
@@ -83,6 +84,8 @@ class Compiler:
         with ThreadPoolExecutor(len(self._pools)) as threads:
             futures = {v: threads.submit(one, task) for v, task in tasks.items()}
             try:
+                for future in as_done(futures.values()):
+                    future.result()  # raises what it raised
                 return {v: future.result() for v, future in futures.items()}
             except BaseException:  # Ctrl-C above all: what is still being compiled is not waited for
                 threads.shutdown(wait=False, cancel_futures=True)

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from harness.check import disagreement
 from harness.inputs import make_inputs
 from harness.probes import Examination, determinism, probes
+from harness.steps import Steps
 from harness.study import Entry
 from harness.worker import Examine, Row
 from impls.contract import DecodeImpl, DecodeOutput, DecodePlan
@@ -47,27 +46,11 @@ class Examiner:
     """Answers :class:`harness.worker.Examine` tasks with one row an entry.
 
     Args:
-        device: where to compute.
-        load: implementation id -> implementation.
-        at: announces the next step: whose, and what.
-        attempt: ``(who, action, *arguments)`` to what the action returns, or the row that tells why it does not.
-        send: takes each row.
+        steps: how to do its steps.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        load: Callable[[str], DecodeImpl],
-        at: Callable[[int | None, str], None],
-        attempt: Callable[..., Any],
-        send: Callable[[Row], None],
-    ) -> None:
-        self._device = device
-        self._load = load
-        self._at = at
-        self._attempt = attempt
-        self._send = send
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
 
     def examine(self, task: Examine, settled: set[int]) -> None:
         """Send one row for each of the task's entries.
@@ -80,14 +63,14 @@ class Examiner:
         subjects: dict[int, Subject] = {}
 
         def tell(row: Row) -> None:
-            self._send(row)
+            self._steps.send(row)
             settled.add(row.who)
             subjects.pop(row.who, None)
 
         def step(who: int, what: str, action: Callable[..., Any], *arguments: Any) -> Any:
             """What the action returns; None after a row was sent in its place."""
-            self._at(who, what)
-            outcome = self._attempt(who, action, *arguments)
+            self._steps.at(who, what)
+            outcome = self._steps.attempt(who, action, *arguments)
             if isinstance(outcome, Row):
                 tell(outcome)
                 return None
@@ -100,18 +83,18 @@ class Examiner:
             c for subject in subjects.values() if (c := getattr(subject.plan, "split_counts", None)) is not None
         ]
         first: Reference | None = None
-        self._at(None, "inputs and reference")
+        self._steps.at(None, "inputs and reference")
         if subjects:
-            for probe in probes(problem, seed, self._device, families=task.families, split_counts=counts):
+            for probe in probes(problem, seed, self._steps.device, families=task.families, split_counts=counts):
                 for who, subject in list(subjects.items()):
                     if (seen := step(who, probe.title, probe.apply, subject.plan)) is not None:
                         subject.found.add(probe, seen)
                         subject.output = subject.output or seen.output
                 first = first or probe.reference
-                self._at(None, "inputs and reference")
+                self._steps.at(None, "inputs and reference")
         right = {who: subject for who, subject in subjects.items() if subject.found.caught is None}
         if right:
-            inputs = make_inputs(problem, seed, self._device, family=task.families[0], split_counts=counts)
+            inputs = make_inputs(problem, seed, self._steps.device, family=task.families[0], split_counts=counts)
             for who, subject in right.items():
                 asked = (subject.impl, subject.entry.tuning, subject.plan, inputs)
                 subject.facts = step(who, "determinism", determinism, *asked) or {}
@@ -120,10 +103,10 @@ class Examiner:
             tell(self._row(who, subject, everyone, first, problem))
 
     def _subject(self, who: int, entry: Entry, problem: DecodeProblem) -> Subject | Row:
-        impl = self._load(entry.impl)
-        if rule := impl.unsupported(problem, self._device):
+        impl = self._steps.load(entry.impl)
+        if rule := impl.unsupported(problem, self._steps.device):
             return Row(who=who, status="unsupported", reason=rule)
-        return Subject(entry, impl, impl.plan(problem, self._device, entry.tuning))
+        return Subject(entry, impl, impl.plan(problem, self._steps.device, entry.tuning))
 
     def _row(
         self,

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 import os
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -38,7 +37,7 @@ from harness.env import default_device, environment
 from harness.families import FAMILY_NAMES
 from harness.inputs import guard, make_inputs
 from harness.record import RANDOM_FILE, Record
-from harness.worker import WAKE_S
+from harness.waking import WAKE_S, as_done, spawned
 from impls.catalog import OURS, load
 from impls.contract import DecodeImpl, DecodeInputs, ImplUnavailable, InputError, PlanRefused, Scalar
 from impls.problem import DecodeProblem
@@ -240,8 +239,8 @@ def fuzz(
         return [r for r in known if r["kind"] == "check"]
     if device == "cuda":
         workers = max(1, min(len(SHAPES), (os.cpu_count() or 1) // 2))
-        with _processes(workers) as pool:
-            for future in [pool.submit(warm, OURS, device, shape) for shape in SHAPES]:
+        with spawned(workers) as pool:
+            for future in as_done([pool.submit(warm, OURS, device, shape) for shape in SHAPES]):
                 future.result()
     run = record.run_record(record.new_run_id(), "random", environment(device))
     record.append(path, run)
@@ -251,8 +250,9 @@ def fuzz(
         for name, row in rows.items():
             if row["status"] == "wrong" and retries < MAX_RETRIES:
                 retries += 1
-                with _processes(1) as pool:
-                    again = pool.submit(try_again, seed, number, name, device).result()
+                with spawned(1) as pool:
+                    (tried,) = as_done([pool.submit(try_again, seed, number, name, device)])
+                again = tried.result()
                 row["config"] = {**_mapping(row["config"]), "again": again.get("check")}
                 print(f"{drawn.name} {name}: {row['reason']}; again: {again.get('reason')}", flush=True)
         record.append(path, *(_record(str(run["run_id"]), drawn, name, row) for name, row in rows.items()))
@@ -273,7 +273,7 @@ def _try_many(
                 return
             yield number, try_all(seed, number, names, device)
         return
-    with _processes(jobs) as pool:
+    with spawned(jobs) as pool:
         running: dict[Future[dict[str, Row]], int] = {}
         while True:
             while (
@@ -303,10 +303,6 @@ def try_all(seed: int, number: int, names: Sequence[str], device: str) -> dict[s
             rows[name] = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:REASON_CHARS]}
             break
     return rows
-
-
-def _processes(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
 
 
 def _mapping(value: object) -> Mapping[str, object]:

@@ -158,24 +158,21 @@ def measurement_record(
     Raises:
         RecordError: naming the key, what was expected and what was got.
     """
-    return validate(
-        {
-            "kind": "measurement",
-            "schema": SCHEMA,
-            "run_id": run_id,
-            "case": case,
-            "impl": impl,
-            "role": role,
-            "status": status,
-            "reason": reason,
-            "problem": None if problem is None else problem.to_dict(),
-            "seed": seed,
-            "config": dict(config or {}),
-            "compile_ms": compile_ms,
-            "plan_us": plan_us,
-            "check": None if check is None else dict(check),
-            "timing": None if timing is None else dict(timing),
-        }
+    return _made(
+        "measurement",
+        run_id=run_id,
+        case=case,
+        impl=impl,
+        role=role,
+        status=status,
+        reason=reason,
+        problem=problem,
+        seed=seed,
+        config=config or {},
+        compile_ms=compile_ms,
+        plan_us=plan_us,
+        check=check,
+        timing=timing,
     )
 
 
@@ -208,20 +205,17 @@ def check_record(
     Raises:
         RecordError: naming the key, what was expected and what was got.
     """
-    return validate(
-        {
-            "kind": "check",
-            "schema": SCHEMA,
-            "run_id": run_id,
-            "case": case,
-            "impl": impl,
-            "status": status,
-            "reason": reason,
-            "problem": problem.to_dict(),
-            "seed": seed,
-            "config": dict(config or {}),
-            "check": None if check is None else dict(check),
-        }
+    return _made(
+        "check",
+        run_id=run_id,
+        case=case,
+        impl=impl,
+        status=status,
+        reason=reason,
+        problem=problem,
+        seed=seed,
+        config=config or {},
+        check=check,
     )
 
 
@@ -261,25 +255,33 @@ def trial_record(
     Raises:
         RecordError: naming the key, what was expected and what was got.
     """
-    return validate(
-        {
-            "kind": "trial",
-            "schema": SCHEMA,
-            "run_id": run_id,
-            "case": case,
-            "impl": impl,
-            "stage": stage,
-            "status": status,
-            "reason": reason,
-            "problem": problem.to_dict(),
-            "seed": seed,
-            "tuning": dict(tuning),
-            "same_as": None if same_as is None else dict(same_as),
-            "config": dict(config or {}),
-            "check": None if check is None else dict(check),
-            "timing": None if timing is None else dict(timing),
-        }
+    return _made(
+        "trial",
+        run_id=run_id,
+        case=case,
+        impl=impl,
+        stage=stage,
+        status=status,
+        reason=reason,
+        problem=problem,
+        seed=seed,
+        tuning=tuning,
+        same_as=same_as,
+        config=config or {},
+        check=check,
+        timing=timing,
     )
+
+
+def _made(kind: str, **fields: object) -> Record:
+    """A record with keys in that order, and with copies of what it is given; validated."""
+    return validate({"kind": kind, "schema": SCHEMA, **{key: _plain(value) for key, value in fields.items()}})
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, DecodeProblem):
+        return value.to_dict()
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def series_label(record: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,10 +37,10 @@ from harness.loop import (
 )
 from harness.record import READ_CEILING, REPEAT_FILE, STREAM_READ, Record, records_file
 from harness.study import Case, Entry, Study
+from harness.waking import as_done
 from harness.worker import (
     BOUND,
     DEADLINE_S,
-    WAKE_S,
     Examine,
     Measure,
     Ready,
@@ -262,11 +262,8 @@ class _Checker:
             largest_first = sorted(self._study.cases, key=lambda case: -case.problem.kv_bytes)
             futures = {case.name: threads.submit(self._check, case, run, unwritten) for case in largest_first}
             try:
-                pending = set(futures.values())
-                while pending:
-                    done, pending = wait(pending, WAKE_S, FIRST_EXCEPTION)
-                    for future in done:
-                        future.result()  # raises what it raised
+                for future in as_done(futures.values()):
+                    future.result()  # raises what it raised
                 return tuple(outcome for case in self._study.cases for outcome in futures[case.name].result())
             except BaseException:  # Ctrl-C above all: what others still find is not waited for
                 self._stopped = True

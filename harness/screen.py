@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from harness import clocks
 from harness.check import check_plan
+from harness.steps import Steps
 from harness.study import Entry
 from harness.timing import Timer, conditions, judge, timed_sets
 from harness.worker import Compile, Proposal, Propose, Row, Screen
-from impls.contract import DecodeImpl, DecodeInputs, DecodePlan
+from impls.contract import DecodeInputs, DecodePlan
 from impls.problem import DecodeProblem
 from impls.reference import Reference, reference
 from impls.space import Tunable
@@ -51,57 +50,41 @@ class Screener:
     """Answers the worker's tasks of tuning.
 
     Args:
-        device: where to compute.
+        steps: how to do its steps.
         timer: takes the samples.
-        load: implementation id -> implementation.
-        at: announces the next step: whose, and what.
-        attempt: ``(who, action, *arguments)`` to what the action returns, or the row that tells why it does not.
-        send: takes each row.
         make_sets: the timer's input sets for a problem and seed.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        timer: Timer,
-        *,
-        load: Callable[[str], DecodeImpl],
-        at: Callable[[int | None, str], None],
-        attempt: Callable[..., Any],
-        send: Callable[[object], None],
-        make_sets: Callable[[DecodeProblem, int], Sequence[DecodeInputs]],
+        self, steps: Steps, timer: Timer, make_sets: Callable[[DecodeProblem, int], Sequence[DecodeInputs]]
     ) -> None:
-        self._device = device
+        self._steps = steps
         self._timer = timer
-        self._load = load
-        self._at = at
-        self._attempt = attempt
-        self._send = send
         self._make_sets = make_sets
 
     def propose(self, task: Propose) -> Proposal:
         """The space of an implementation, or why there is none to try."""
-        self._at(None, "space")
-        found = self._attempt(0, self._configurations, task)
+        self._steps.at(None, "space")
+        found = self._steps.attempt(0, self._configurations, task)
         return Proposal((), found.reason) if isinstance(found, Row) else found
 
     def _configurations(self, task: Propose) -> Proposal:
-        impl, problem = self._load(task.impl), task.case.problem
-        if rule := impl.unsupported(problem, self._device):
+        impl, problem = self._steps.load(task.impl), task.case.problem
+        if rule := impl.unsupported(problem, self._steps.device):
             return Proposal((), rule)
         if not isinstance(impl, Tunable):
             return Proposal((), f"{task.impl}: expected an implementation that declares a space, got none")
-        return Proposal(tuple(impl.configurations(problem, self._device)))
+        return Proposal(tuple(impl.configurations(problem, self._steps.device)))
 
     def compile(self, task: Compile) -> None:
         """Plan, for what that leaves in the caches of the compilers, and send how it went."""
-        self._at(0, "compile")
-        row = self._attempt(0, self._compile, task)
-        self._send(row)
+        self._steps.at(0, "compile")
+        row = self._steps.attempt(0, self._compile, task)
+        self._steps.send(row)
 
     def _compile(self, task: Compile) -> Row:
         started = time.perf_counter()
-        self._load(task.entry.impl).plan(task.case.problem, self._device, task.entry.tuning)
+        self._steps.load(task.entry.impl).plan(task.case.problem, self._steps.device, task.entry.tuning)
         return Row(who=0, status="ok", compile_ms=(time.perf_counter() - started) * 1e3)
 
     def screen(self, task: Screen, settled: set[int]) -> None:
@@ -113,14 +96,14 @@ class Screener:
         """
         problem = task.case.problem
         sets = self._make_sets(problem, task.case.seed)
-        self._at(None, "reference")
+        self._steps.at(None, "reference")
         ref = reference(sets[0])
         progress = Progress()
         for who, entry in task.entries.items():
-            self._at(who, "plan")
-            row = self._attempt(who, self._try, who, entry, sets, ref, task.ceiling_gbps, progress)
+            self._steps.at(who, "plan")
+            row = self._steps.attempt(who, self._try, who, entry, sets, ref, task.ceiling_gbps, progress)
             progress.rows[who] = row
-            self._send(row)
+            self._steps.send(row)
             settled.add(who)
 
     def _try(
@@ -132,18 +115,18 @@ class Screener:
         ceiling_gbps: float | None,
         progress: Progress,
     ) -> Row:
-        plan = self._load(entry.impl).plan(sets[0].problem, self._device, entry.tuning)
+        plan = self._steps.load(entry.impl).plan(sets[0].problem, self._steps.device, entry.tuning)
         row = Row(who=who, status="ok", config=plan.config)
         first = progress.plans.setdefault(what_it_is(entry.impl, plan), who)
         if first != who:
             known = progress.rows[first]
             return replace(row, status=known.status, reason=known.reason, same_as=first)
-        self._at(who, "check")
+        self._steps.at(who, "check")
         result = check_plan(plan, sets[0], ref)
         row = replace(row, check=result.to_dict())
         if not result.ok:
             return replace(row, status="wrong", reason=result.reason)
-        self._at(who, "time")
+        self._steps.at(who, "time")
         timing = self._sample(plan, sets, progress.best_us.get(entry.impl, math.inf))
         times = [sample["us"] for sample in timing["samples"]]
         reason = judge(times, kv_bytes=sets[0].problem.kv_bytes, ceiling_gbps=ceiling_gbps)

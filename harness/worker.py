@@ -21,6 +21,7 @@ from multiprocessing import connection
 from typing import Any, TypeAlias
 
 from harness.study import Case, Entry
+from harness.waking import WAKE_S
 from impls.catalog import IMPLS
 from impls.space import Configuration
 
@@ -246,11 +247,6 @@ class WorkerLost(RuntimeError):
         super().__init__(reason)
         self.who = who
         self.reason = reason
-
-
-WAKE_S = 0.5
-"""How long the main thread waits at a time. Ctrl-C may be delivered to another thread of the process, and the main
-one, which handles it, learns of it when it wakes."""
 
 
 def answers(conn: connection.Connection, within_s: float) -> bool:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from harness.check import CheckResult
 from harness.env import default_device, environment
 from harness.probes import Examination, Observation, probes
 from harness.record import IMPOSTORS_FILE, Record
+from harness.waking import as_done, spawned
 from impls.catalog import OURS, load
 from impls.problem import DTYPE_BYTES
 from tests.impostors import (
@@ -117,7 +116,7 @@ def write(
     run = record.run_record(record.new_run_id(), "check", environment(device.type))
     run_id = str(run["run_id"])
     pending = [run]
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with spawned(jobs) as pool:
         parts = {
             **{
                 pool.submit(impostor_records, run_id, kernel, length, device): f"{kernel} {length}"
@@ -129,7 +128,7 @@ def write(
                 for length in sorted(lengths, reverse=True)
             },
         }
-        for part in as_completed(parts):
+        for part in as_done(parts):
             rows = part.result()
             record.replace_cases(path, [*pending, *rows])
             pending = []

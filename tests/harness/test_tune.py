@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from harness.tune import Summary, told, tune_study
 from harness.worker import Row, Setup, WorkerLost
 from impls.problem import DecodeProblem
 from tests.harness.fake_tunable import LOG_VARIABLE
-from tests.harness.test_runner import FIRST, SECOND, make_study
+from tests.harness.test_runner import FIRST, SECOND, interrupt_when, make_study
 
 SETUP = Setup(
     device="cpu",
@@ -229,6 +231,35 @@ class Pool:
         if len(self.asked) == 1:
             raise WorkerLost(0, "compile: the process died of SIGSEGV")
         yield Row(who=0, status="ok", compile_ms=1.0)
+
+
+class StallingPool(Pool):
+    """Compiles until it is killed, or for longer than a test should take."""
+
+    def __init__(self) -> None:
+        super().__init__(starts=True)
+        self.killed = threading.Event()
+
+    def ask(self, task: object) -> Iterator[Row]:
+        self.asked.append(task)
+        self.killed.wait(30)
+        raise WorkerLost(0, "compile: the process died of SIGKILL")
+        yield
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+def test_compiling_is_interrupted_whichever_thread_the_signal_reaches() -> None:
+    pools: Any = [StallingPool(), StallingPool()]
+    interrupted = interrupt_when(lambda: all(pool.asked for pool in pools))
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        Compiler(pools, Display(None, total=1)).compile(FIRST, [("a", {"x": n}) for n in range(9)])
+    assert time.monotonic() - started < 20
+    assert interrupted.is_set()
+    assert all(pool.killed.is_set() for pool in pools)
+    assert sum(len(pool.asked) for pool in pools) == len(pools)  # what was waiting is not begun
 
 
 def test_a_compiler_that_does_not_start_is_no_fault_of_the_kernel() -> None:
