@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.record import CHECKS_FILE, IMPOSTORS_FILE, SELFTEST_FILE, records_file
+from harness.record import CHECKS_FILE, IMPOSTORS_FILE, REPEAT_FILE, SELFTEST_FILE, records_file
 from harness.render import render_study
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def test_a_committed_report_is_what_its_records_give(name: str, tmp_path: Path) 
 
 
 def test_committed_records_come_from_committed_code() -> None:
-    for name in MADE_FROM:
+    for name in (*MADE_FROM, REPEAT_FILE):
         for path in (ROOT / "reports").glob(f"*/{name}"):
             if path.parent.name == "quick":
                 continue
