@@ -247,8 +247,8 @@ def compare(output: DecodeOutput, ref: Reference, problem: DecodeProblem) -> Che
 def check_plan(plan: DecodePlan, inputs: DecodeInputs, ref: Reference) -> CheckResult:
     """Run a plan where nothing old can pass for a result, and judge what it returns.
 
-    Outputs and LSE are NaN-filled between canary bands, float workspaces are NaN-filled (integer ones hold
-    tables and are left alone), and the inputs must come out bit for bit as they went in. Where the library
+    Outputs and LSE are NaN-filled between canary bands, float workspaces are NaN-filled (integer ones hold tables
+    and counters and are left alone), and the inputs must come out bit for bit as they went in. Where the library
     allocates its own output, the memory that it gets for it is NaN-filled instead.
 
     Args:

@@ -313,29 +313,37 @@ def _is_tie(first: Expectation, other: str) -> bool:
 
 
 def _tile_of(problem: DecodeProblem, impl: str, seen: Sequence[Seen]) -> Seen:
-    """The nearest case whose tile this implementation would also take here, as far as the shape tells."""
+    """The nearest case whose tile this implementation would also take here, as far as the shape tells.
+
+    Of the tiles of a shape that with the longest ring: it is what splits are counted for, and where our rule takes
+    a shorter one there is nothing to split.
+    """
 
     def alike(case: Seen) -> bool:
         p = case.problem
         return (p.head_dim, p.dtype, p.group) == (problem.head_dim, problem.dtype, problem.group)
 
     near = sorted((case for case in seen if impl in case.rows), key=lambda case: distance(problem, case.problem))
-    return next((case for case in near if alike(case)), near[0])
+    same = [case for case in near if alike(case)] or near[:1]
+    return max(same, key=lambda case: case.configs[impl]["block_n"] * case.configs[impl].get("num_stages", 1))
 
 
 def _splits(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) -> tuple[dict[int, int], int]:
     """Length -> splits, the longest first, and CTAs: the kernel's own rule with the tile of a recorded plan."""
     # Imports torch, which takes a second or two.
-    from impls.splitkv_plan import SPLIT_TUNING, choose_splits, enough_ctas
+    from impls.splitkv_plan import SPLIT_TUNING, choose_splits, split_limits
 
+    min_keys, enough = split_limits(
+        sm_count, problem, block_n=tile["block_n"], num_stages=tile.get("num_stages", 1), tma=bool(tile.get("tma"))
+    )
     per_split = problem.heads_kv * -(-problem.group // tile["block_h"])
     table = choose_splits(
         problem,
         SPLIT_TUNING,
         sm_count=sm_count,
         tiles_per_split=per_split,
-        min_keys=tile["block_n"],
-        enough=enough_ctas(sm_count, problem, tile["block_n"] * tile["num_stages"]) if tile.get("tma") else None,
+        min_keys=min_keys,
+        enough=enough,
     )
     counts = dict(sorted(zip(problem.kv_lens, table.counts.tolist(), strict=True), reverse=True))
     return counts, table.splits * per_split

@@ -17,11 +17,17 @@ begin at 0, and so does the mail, whose words are therefore of no round. Both ar
 mail may be overwritten with anything that holds no round to come, the counters may not.
 
 Nobody may wait for a CTA that cannot start. All CTAs of a launch fit the device at once; and should other work hold
-part of it for long, the splits of one head tile are neighbours in the grid (:meth:`impls.splits.SplitTable.ctas`): whichever are
-started, only the last of them wait for CTAs that are not, and those need no more than ``S`` places.
+part of it for long, the splits of one head tile are neighbours in the grid
+(:meth:`impls.splits.SplitTable.ctas`): whichever are started, only the last of them wait for CTAs that are not, and
+those need no more than ``S`` places.
 """
 
 from __future__ import annotations
+
+from impls.problem import DecodeProblem
+
+LONG_CTA_BYTES = 2 << 20
+"""K and V of the longest CTA up to which an exchange is faster than a combine kernel, on an H200."""
 
 STATS = 2
 """Words of a head in a slot after its ``D`` columns: the maximum of its scores and the sum of their weights."""
@@ -47,3 +53,16 @@ def may_exchange(ctas: int, slots: int, at_once: int) -> bool:
         at_once: CTAs of the split kernel that are surely on the device at once; 0 if it cannot exchange.
     """
     return slots > 0 and ctas <= at_once
+
+
+def pays_to_exchange(problem: DecodeProblem, keys: int) -> bool:
+    """Whether our rule takes an exchange where there may be one.
+
+    Neighbours in the grid are then splits of one head and not heads of one split, which lie side by side in memory:
+    what the exchange saves at the end, long CTAs lose on the way (measured: ``reports/NOTES.md``).
+
+    Args:
+        problem: whose K and V are read.
+        keys: of the longest split.
+    """
+    return 2 * keys * problem.head_dim * problem.element_bytes <= LONG_CTA_BYTES

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from impls.contract import DecodeInputs, DecodeOutput, PlanRefused, Scalar, empty_output
-from impls.exchange import mail_bytes, mail_shape, may_exchange
+from impls.exchange import mail_bytes, mail_shape, may_exchange, pays_to_exchange
 from impls.problem import DecodeProblem
 from impls.splits import (
     Int32Array,
@@ -43,6 +43,11 @@ CPU_CTAS = 32
 
 CTA_OVERHEAD_BYTES = 136 << 10
 """What starting and ending a CTA costs, as bytes that an SM could have read meanwhile: about 4 µs on an H200."""
+
+
+IN_FLIGHT_BYTES = 60 << 10
+"""K and V on their way for each SM at which TMA reads at the memory's full speed: 8 MB on an H200, by 64 CTAs of
+128 KiB or by 128 of 64 KiB (``reports/NOTES.md``)."""
 
 
 def positive(choice: Mapping[str, Scalar], key: str, default: int | None = None) -> int:
@@ -84,7 +89,9 @@ def choose_splits(
     )
 
 
-def _exchange(asked: Scalar, can: bool, ctas: int, slots: int, at_once: int) -> bool:
+def _merges_by_exchange(
+    asked: Scalar, problem: DecodeProblem, table: SplitTable, *, ctas: int, slots: int, at_once: int
+) -> bool:
     """Whether splits merge by exchange, as :data:`MERGES` has it.
 
     Raises:
@@ -92,26 +99,52 @@ def _exchange(asked: Scalar, can: bool, ctas: int, slots: int, at_once: int) -> 
     """
     if asked not in MERGES:
         raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {asked!r}")
+    can = may_exchange(ctas, slots, at_once)
     if asked == "exchange" and not can:
         raise ValueError(
-            f"merge: expected 'auto' or 'combine' (an exchange takes partials, here {slots}, of at most {at_once} CTAs, "
-            f"here {ctas}), got 'exchange'"
+            f"merge: expected 'auto' or 'combine' (an exchange takes partials, here {slots}, of at most {at_once} "
+            f"CTAs, here {ctas}), got 'exchange'"
         )
-    return can and asked != "combine"
+    if asked == "auto" and can:
+        return pays_to_exchange(problem, int(table.items[:, 2].max()))
+    return asked == "exchange"
 
 
-def enough_ctas(sms: int, problem: DecodeProblem, keys: int) -> int:
-    """CTAs that read at the memory's full speed by TMA, for ``enough`` of :func:`choose_splits`.
+def split_limits(
+    sms: int, problem: DecodeProblem, *, block_n: int, num_stages: int, tma: bool
+) -> tuple[int, int | None]:
+    """``min_keys`` and ``enough`` of :func:`choose_splits` for a kernel of ours.
 
-    Half as many as SMs where 128 KiB of K and V are in flight for each (an H200, ``reports/NOTES.md``), and in
-    proportion more, up to one an SM, where it is less.
+    A kernel that fills a ring of ``num_stages`` tiles by TMA before it does anything else waits as long for one key
+    as for a full ring: no shorter split is worth a CTA. And so many CTAs read at the memory's full speed as have
+    :data:`IN_FLIGHT_BYTES` an SM on their way. One that loads by ``cp.async`` splits down to a tile, and takes a
+    CTA an SM.
 
     Args:
         sms: SMs of the device.
         problem: whose K and V are read.
-        keys: that a CTA has in flight.
+        block_n: keys of a tile.
+        num_stages: tiles of the ring.
+        tma: whether the ring is filled by TMA.
     """
-    return min(sms, max(1, sms * (64 << 10) // (2 * keys * problem.head_dim * problem.element_bytes)))
+    if not tma:
+        return block_n, None
+    ring_bytes = 2 * block_n * num_stages * problem.head_dim * problem.element_bytes
+    return block_n * num_stages, min(sms, max(1, -(-sms * IN_FLIGHT_BYTES // ring_bytes)))
+
+
+def alike(problem: DecodeProblem) -> bool:
+    """Whether no sequence is longer than the mean by over a quarter."""
+    return 4 * problem.max_kv * problem.batch <= 5 * problem.total_kv
+
+
+def few_unlike(problem: DecodeProblem, sms: int) -> bool:
+    """Whether a few sequences of different lengths are short work: fewer than SMs, and up to 2048 keys for each SM.
+
+    No round of CTAs holds their splits evenly; of shorter tiles, several CTAs share an SM and even that out.
+    """
+    ctas = problem.batch * problem.heads_kv
+    return not alike(problem) and ctas < sms and problem.total_kv * problem.heads_kv <= 2048 * sms
 
 
 def upload(rows: Int32Array, device: torch.device) -> Tensor:
@@ -137,7 +170,7 @@ class SplitKVPlan:
         choice: the tuning, complete; of it :data:`SPLIT_TUNING` is read here.
         sm_count: SMs of the device, or what stands in for them.
         tiles_per_split: CTAs that one split launches: KV heads times head tiles.
-        min_keys: ``auto`` plans no split shorter than this.
+        min_keys: ``auto`` plans no split shorter than this; see :func:`split_limits`.
         enough: CTAs of this kernel that read at the memory's full speed; None takes one an SM.
         choose_cluster: from the splits of each sequence, ``[B]``, how many CTAs merge theirs by themselves, as one
             cluster; with more than 1 there are no partials and no merges. None where a kernel cannot do that.
@@ -175,7 +208,9 @@ class SplitKVPlan:
         self._cluster = choose_cluster(table.counts) if choose_cluster else 1
         ctas = table.splits * tiles_per_split
         slots = table.slots if self._cluster == 1 else 0
-        self._exchange = _exchange(choice["merge"], may_exchange(ctas, slots, at_once), ctas, slots, at_once)
+        self._exchange = _merges_by_exchange(
+            choice["merge"], problem, table, ctas=ctas, slots=slots, at_once=at_once
+        )
         if self._exchange:
             workspace_bytes = mail_bytes(slots, problem.heads_q, problem.head_dim, ctas)
         else:
@@ -219,8 +254,9 @@ class SplitKVPlan:
         return empty_output(self._problem, self._device)
 
     def workspaces(self) -> tuple[Tensor, ...]:
-        """The partials ``[slots, Hq, D]`` and their LSE ``[slots, Hq]``, or the mail; all float32."""
-        return self._partial, self._partial_lse
+        """The float32 partials ``[slots, Hq, D]`` and their LSE ``[slots, Hq]``; or the mail, which is float32, and
+        its counters, which are int32 and to be kept from run to run (:mod:`impls.exchange`)."""
+        return (self._partial, self._rounds) if self._exchange else (self._partial, self._partial_lse)
 
     def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
         """Launch the split kernel and, where partials are left to merge, the combine kernel."""

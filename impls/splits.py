@@ -76,19 +76,18 @@ class SplitTable:
     def ctas(self, tiles: int) -> Int32Array:
         """``[splits * tiles, 8]`` int32, one row a CTA of a kernel whose CTAs merge their splits by themselves.
 
-        ``(sequence, first row in packed K and V, keys, slot, head tile, rank, splits, 0)``, the rank being the place
-        of the split among the ``splits`` of its sequence. Sequences follow one another as in :attr:`items`; within
-        a sequence the splits of one head tile are neighbours, so that those that wait for each other start together.
+        ``(sequence, first row in packed K and V, keys, slot, head tile, rank, splits, 0)``, the rank being the
+        place of the split among the ``splits`` of its sequence. Sequences follow one another as in :attr:`items`;
+        within a sequence the splits of one head tile are neighbours: those that wait for each other start together.
 
         Args:
             tiles: CTAs that one split launches: KV heads times head tiles.
         """
-        splits = self.counts.take(self.items[:, 0])  # of each item's sequence
-        starts = np.empty(self.splits, dtype=np.int64)  # each item's place, or 0 where its sequence began before
-        starts[:] = np.arange(self.splits)
-        starts[1:][self.items[1:, 0] == self.items[:-1, 0]] = 0
-        first = np.maximum.accumulate(starts).repeat(tiles)
-        splits = splits.repeat(tiles)
+        sequence = self.items[:, 0]
+        first = np.arange(self.splits)  # the first item of each item's sequence
+        first[1:][sequence[1:] == sequence[:-1]] = 0
+        first = np.maximum.accumulate(first).repeat(tiles)
+        splits = self.counts.take(sequence).repeat(tiles)
         tile, rank = np.divmod(np.arange(len(first)) - tiles * first, splits)
         rows = np.zeros((len(first), 8), dtype=np.int32)
         rows[:, :4] = self.items.take(first + rank, axis=0)
@@ -185,13 +184,13 @@ def balanced_counts(
     it is; most batches are decided by what every schedule must take, an even share and the longest split.
 
     Equally long sequences leave nothing to even out. They need only as many splits as read at the memory's full
-    speed, ``enough``, or two where one round has room for them: every further one is one more to merge.
+    speed, ``enough``: every further one is one more to merge.
 
     Args:
         kv_lens: keys of each sequence.
         tiles_per_split: CTAs that one split launches: KV heads times head tiles.
         ctas: CTAs that the device runs at once.
-        min_keys: no split is planned shorter than this (a tile of the kernel).
+        min_keys: no split is planned shorter than this.
         overhead: what starting and ending a CTA costs, in keys.
         enough: CTAs that read at full speed by themselves, at most ``ctas``; None takes all.
 
@@ -206,8 +205,7 @@ def balanced_counts(
     if longest * len(lens) == total:
         if enough is None:
             return counts
-        fewer = _rounded(twice, _chunk(total * tiles_per_split, enough, min_keys))
-        return np.maximum(fewer, np.minimum(counts, 2))
+        return _rounded(twice, _chunk(total * tiles_per_split, enough, min_keys))
     negative = -lens  # minus the floor of minus a quotient is its ceiling
     best = last = Schedule(overhead - negative // counts, counts, copies=tiles_per_split, ctas=ctas)
     best_counts, splits = counts, int(counts.sum())

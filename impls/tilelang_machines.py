@@ -177,8 +177,7 @@ class Machine:
     cluster_push: Any
     cluster_receive: Any
     mail_post: Any
-    mail_ask: Any
-    mail_await: Any
+    mail_collect: Any
 
     def kernel(self, *grid: Any, threads: int, cluster: int = 1, exchange: bool = False) -> Any:
         """The launch frame over a grid, in clusters of CTAs or for an exchange where the machine has them."""
@@ -281,8 +280,7 @@ class Hopper(Ampere):
     cluster_receive = tilelang_cluster.cluster_receive
     exchanges = True
     mail_post = tilelang_exchange.mail_post
-    mail_ask = tilelang_exchange.mail_ask
-    mail_await = tilelang_exchange.mail_await
+    mail_collect = tilelang_exchange.mail_collect
 
     def kernel(self, *grid: Any, threads: int, cluster: int = 1, exchange: bool = False) -> Any:
         """A grid of CTAs of ``threads`` threads, ``cluster`` neighbours of the first axis in a cluster."""

@@ -12,13 +12,15 @@ the splits of a sequence are one thread block cluster and merge by themselves, t
 (:mod:`impls.tilelang_cluster`): no workspace, and none of the 1.5 to 2 µs that the combine kernel costs. More than
 two splits do so only if all of a split's keys fit the ring (:func:`impls.tilelang_tile.choose_cluster`).
 
+Exchange. Where no cluster does, but all CTAs are on the device at once and none is long, the splits of a sequence
+merge by themselves too, through global memory (:mod:`impls.exchange`). The combine kernel is for the rest.
+
 Tiling. K and V go through a ring of ``num_stages`` tiles in shared memory, filled ahead by TMA (sm_90a) or
 ``cp.async`` (sm_80) with no producer warp: the threads that have just finished a tile refill its stage. Every
 warp owns 16 rows of scores. Where the heads of a tile are fewer than that makes rows, the rows are the same
 heads again for another *part* of the tile's keys: each part has a running maximum, sum and output of its own, P
 stays in registers, and the parts are merged once, at the end. Inside of a tile, warps meet only where a stage is
-refilled, and around the clearing of V's last rows (two barriers in every tile, though only a last one is cleared).
-With 64 heads there is one part, and on sm_90a both products are ``wgmma``. The tile is chosen in
+refilled. With 64 heads there is one part, and on sm_90a both products are ``wgmma``. The tile is chosen in
 :mod:`impls.tilelang_tile`.
 
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
@@ -36,14 +38,14 @@ all; partials and LSE are float32 instead of the input's dtype; a split that is 
 LSE is returned; the ring is explicit instead of ``T.Pipelined`` with automatic warp specialisation. Differences
 from ``impls/triton_splitkv.py``: the algorithm, the split tables and the workspace layouts are the same; here
 the ring and its waits are written out, and the softmax denominator is summed across threads once, at the end.
-One difference is of algorithm: Triton has no way to reach distributed shared memory, so there all merges are the
-combine kernel's.
+One difference is of algorithm: Triton has no way to reach distributed shared memory, so there is no cluster.
 """
 
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ from impls.exchange import STATS
 from impls.libraries import check_capability, sm_count
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
-from impls.splitkv_plan import CPU_CTAS, SPLIT_TUNING, SplitKVPlan, enough_ctas
+from impls.splitkv_plan import CPU_CTAS, SPLIT_TUNING, SplitKVPlan, split_limits
 
 try:
     import tilelang
@@ -78,7 +80,9 @@ try:
         choose_cluster,
         choose_tile,
         combine_threads,
+        has_half,
         head_rows,
+        takes_half,
         tile_bytes,
     )
 except Exception as error:  # its native libraries fail in more ways than ImportError
@@ -420,8 +424,6 @@ def split_kernel(
                     sums = T.alloc_local([SPLITS_AT_ONCE], accum)
                     values = T.alloc_local([SPLITS_AT_ONCE, 2], accum)
                     merged = T.alloc_local([4], accum)
-                    stats = T.alloc_local([SPLITS_AT_ONCE, 4], accum)
-                    words = T.alloc_local([SPLITS_AT_ONCE, 4], accum)
                     # Of the tile's columns, by twos, an equal share for each of the splits.
                     begin = T.alloc_var("int32")
                     end = T.alloc_var("int32")
@@ -439,21 +441,9 @@ def split_kernel(
                             for chunk in T.serial(T.ceildiv(splits, SPLITS_AT_ONCE)):
                                 first = slot - rank + chunk * SPLITS_AT_ONCE
                                 some = splits - chunk * SPLITS_AT_ONCE
-                                for s in T.unroll(SPLITS_AT_ONCE):
-                                    if s < some:
-                                        machine.mail_ask(Partial, first + s, head + i, head_dim, stats, s)
-                                        machine.mail_ask(Partial, first + s, head + i, d, words, s)
-                                for s in T.unroll(SPLITS_AT_ONCE):
-                                    sums[s] = 0.0
-                                    if s < some:
-                                        machine.mail_await(
-                                            Partial, first + s, head + i, head_dim, stats, s, current
-                                        )
-                                        machine.mail_await(Partial, first + s, head + i, d, words, s, current)
-                                        maxima[s] = stats[s, 0]
-                                        sums[s] = stats[s, 2]
-                                        values[s, 0] = words[s, 0]
-                                        values[s, 1] = words[s, 2]
+                                machine.mail_collect(
+                                    Partial, first, head + i, d, some, current, values, maxima, sums
+                                )
                                 merge_more(merged, maxima, sums, values, SPLITS_AT_ONCE, 2, scale_log2)
                             for e in T.vectorized(2):
                                 Output[sequence, head + i, d + e] = T.cast(merged_value(merged, e), dtype)
@@ -640,8 +630,13 @@ class TileLangPlan(SplitKVPlan):
 
     def __init__(self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]) -> None:
         machine = choose_machine(device)
-        tile = choose_tile(machine, problem, choice)
         sms = sm_count(device) if device.type == "cuda" else CPU_CTAS
+        tile = whole = choose_tile(machine, problem, choice)
+        if takes_half(machine, problem, choice, whole, sms):
+            tile = choose_tile(machine, problem, choice, half=True)
+        min_keys, enough = split_limits(
+            sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=machine.tma
+        )
         # Who asks for another way to merge has said no to clusters.
         asked = 1 if choice["cluster"] is None and choice["merge"] != "auto" else choice["cluster"]
         super().__init__(
@@ -650,8 +645,8 @@ class TileLangPlan(SplitKVPlan):
             choice,
             sm_count=sms,
             tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
-            min_keys=tile.block_n,
-            enough=enough_ctas(sms, problem, tile.block_n * tile.num_stages) if machine.tma else None,
+            min_keys=min_keys,
+            enough=enough,
             choose_cluster=lambda counts: choose_cluster(machine, problem, tile, asked, counts, sms=sms),
             at_once=at_once(machine, problem, tile, sms),
         )
@@ -661,9 +656,12 @@ class TileLangPlan(SplitKVPlan):
         self._dtype = TORCH_DTYPES[dtype]
         self._scale_log2 = problem.softmax_scale * LOG2_E
         shape = (problem.heads_q, problem.heads_kv, problem.head_dim)
-        # Other lengths may merge another way: both ways are compiled by whoever comes first.
-        for exchange in (False, True) if machine.exchanges else (False,):
-            compiled_split(machine.name, *shape, dtype, tile, 1, exchange)
+        # Other lengths may merge another way, or take half of the ring: all is compiled by whoever comes first.
+        tiles = {whole, tile}
+        if has_half(machine, problem) and choice["block_n"] is choice["num_stages"] is choice["threads"] is None:
+            tiles.add(choose_tile(machine, problem, choice, half=True))
+        for one, exchange in product(tiles, (False, True) if machine.exchanges else (False,)):
+            compiled_split(machine.name, *shape, dtype, one, 1, exchange)
         self._split = compiled_split(machine.name, *shape, dtype, tile, self._cluster, self._exchange)
         self._combine = compiled_combine(machine.name, problem.heads_q, problem.head_dim, dtype)
         self.config = {

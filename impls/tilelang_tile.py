@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from impls.contract import Scalar
 from impls.problem import DecodeProblem
 from impls.space import Space
-from impls.splitkv_plan import positive
+from impls.splitkv_plan import alike, few_unlike, positive, split_limits
 from impls.splits import Int64Array, common_count
 from impls.tilelang_cluster import (
     CTA_BYTES,
@@ -54,12 +54,15 @@ class Tile:
     threads: int
 
 
-def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar]) -> Tile:
+def choose_tile(
+    machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar], *, half: bool = False
+) -> Tile:
     """The caller's tile where there is one, else the rule.
 
     ``block_h`` is the group of query heads that shares a KV head, padded to the 16 rows of an ``mma`` (over 64:
     several tiles); the C target has no such unit and takes the group as it is. ``block_n`` is the longest tile,
-    up to 128 keys, of which two fit the machine's ring, and ``num_stages`` is how many of it fit. ``threads``:
+    up to 128 keys, of which two fit the machine's ring, and ``num_stages`` is how many of it fit; ``half`` of that,
+    in fewer stages or shorter tiles, is for :func:`takes_half`. ``threads``:
     128, or, where that would leave the parts of a short tile under :data:`PART_KEYS` keys each, as many as do not.
 
     Raises:
@@ -73,6 +76,10 @@ def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, S
         key_bytes = 2 * machine.padded(problem.head_dim) * problem.element_bytes
         block_n = min(128, 1 << (machine.ring_bytes // (2 * key_bytes)).bit_length() - 1)
         stages = machine.ring_bytes // (block_n * key_bytes)
+        if half and stages > 2:
+            stages //= 2
+        elif half:
+            block_n //= 2
     block_h = positive(choice, "block_h", block_h)
     block_n = positive(choice, "block_n", block_n)
     threads = positive(choice, "threads", max(32, min(128, 2 * block_h * (block_n // PART_KEYS))))
@@ -90,6 +97,38 @@ def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, S
         num_stages=positive(choice, "num_stages", stages),
         threads=threads,
     )
+
+
+def takes_half(
+    machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar], tile: Tile, sms: int
+) -> bool:
+    """Whether our rule takes half of the ring (measured: ``reports/NOTES.md``).
+
+    For sequences about equally long, of which each CTA reads a whole one in the only round: if half of the ring in
+    one CTA an SM is enough for the memory's full speed, the other half is longer on its way and ends in longer last
+    tiles, which nothing hides. And for a few of different lengths, so that two CTAs share an SM.
+
+    Args:
+        machine: with TMA; no other takes half.
+        problem: what is to be computed.
+        choice: the tuning; who chooses the tile or the splits has chosen this.
+        tile: of the whole ring.
+        sms: SMs of the device.
+    """
+    free = all(choice[name] is None for name in ("block_n", "num_stages", "threads", "waves", "cluster"))
+    if not machine.tma or not free or choice["num_splits"] not in ("auto", 1) or not has_half(machine, problem):
+        return False
+    if few_unlike(problem, sms):
+        return True
+    half = choose_tile(machine, problem, choice, half=True)
+    _, enough = split_limits(sms, problem, block_n=half.block_n, num_stages=half.num_stages, tma=True)
+    ctas = problem.batch * problem.heads_kv * -(-problem.group // tile.block_h)
+    return alike(problem) and enough is not None and enough <= ctas <= sms
+
+
+def has_half(machine: Machine, problem: DecodeProblem) -> bool:
+    """Whether there is a tile for half of the ring: not for head dims whose tiles are short already."""
+    return machine.tma and machine.padded(problem.head_dim) <= 128
 
 
 def tile_bytes(machine: Machine, problem: DecodeProblem, tile: Tile) -> int:

@@ -162,7 +162,7 @@ def _receive(value_ptrs, stat_ptrs, step, count, round, SPLITS: tl.constexpr, PA
         for s in tl.static_range(SPLITS):
             for ptrs in (value_ptrs, value_ptrs + 1, stat_ptrs, stat_ptrs + 1):
                 word = tl.load(ptrs + s * step, mask=s < count, other=0)
-                got = got + (tl.where(s < count, _value(word, round), 0.0),)  # noqa: RUF005 (what Triton knows)
+                got = got + (tl.where(s < count, _value(word, round), 0.0),)  # type: ignore[assignment]  # noqa: RUF005
     else:
         got = tl.inline_asm_elementwise(
             receive_asm(SPLITS, PAIRS),

@@ -50,17 +50,18 @@ from impls.triton_launch import Launch
 from impls.triton_tile import (
     SPACE,
     TILE_TUNING,
+    WORK,
     Tile,
     at_once,
     block_d,
     choose_tile,
     combine_warps,
-    is_short,
     parts,
     shared_memory,
     sm_count,
     tile_bytes,
     uses_wgmma,
+    work_of,
 )
 
 # Triton decides between compiler and interpreter when it is imported.
@@ -390,7 +391,7 @@ class TritonSplitKV:
     name = "triton-splitkv"
 
     def __init__(self) -> None:
-        self._tiles: dict[tuple[object, ...], tuple[Tile, Tile]] = {}
+        self._tiles: dict[tuple[object, ...], Mapping[str, Tile]] = {}
 
     def unsupported(self, problem: DecodeProblem, device: torch.device) -> str | None:
         """Refuses head dims over 256, GPUs before sm_80, and the device that Triton does not run on here."""
@@ -411,7 +412,7 @@ class TritonSplitKV:
         """See :meth:`impls.contract.DecodeImpl.plan`; the tuning keys are those of :data:`TUNING`."""
         choice = check_tuning(tuning, TUNING)
         tiles = self._compiled_tiles(problem, device, choice)
-        return TritonPlan(problem, device, choice, tiles[is_short(problem, device)])
+        return TritonPlan(problem, device, choice, tiles[work_of(problem, device)])
 
     def configurations(self, problem: DecodeProblem, device: torch.device) -> list[Configuration]:
         """:data:`SPACE` with every way to split; see :class:`impls.space.Tunable`."""
@@ -419,22 +420,22 @@ class TritonSplitKV:
         def refusal(choice: Mapping[str, Scalar]) -> str | None:
             if device.type == "cpu":
                 return None
-            tile = choose_tile(problem, device, {**TUNING, **choice}, short=False)
+            tile = choose_tile(problem, device, {**TUNING, **choice}, work="long")
             return too_large(tile_bytes(problem, tile, wgmma=uses_wgmma(tile, device)), shared_memory(device))
 
         return configurations(SPACE, refusal)
 
     def _compiled_tiles(
         self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]
-    ) -> tuple[Tile, Tile]:
-        """The tiles for long and for short work, chosen and compiled once for all lengths and batch sizes."""
+    ) -> Mapping[str, Tile]:
+        """The tile of each kind of work, chosen and compiled once for all lengths and batch sizes."""
         shape = (problem.heads_q, problem.heads_kv, problem.head_dim, problem.dtype)
         key = (device, *shape, *(choice[name] for name in TILE_TUNING))
         if key not in self._tiles:
-            long, short = (choose_tile(problem, device, choice, short=short) for short in (False, True))
-            for tile in {long, short}:
+            tiles = {work: choose_tile(problem, device, choice, work=work) for work in WORK}
+            for tile in set(tiles.values()):
                 _compile(problem, device, choice, tile)
-            self._tiles[key] = (long, short)
+            self._tiles[key] = tiles
         return self._tiles[key]
 
 

@@ -14,13 +14,16 @@ import torch
 from impls.contract import Scalar
 from impls.problem import DecodeProblem
 from impls.space import Space
-from impls.splitkv_plan import CPU_CTAS, positive
+from impls.splitkv_plan import CPU_CTAS, alike, few_unlike, positive
 
-TILE_TUNING: Mapping[str, Scalar] = {"block_n": None, "block_h": None, "num_stages": 3, "num_warps": 4}
+TILE_TUNING: Mapping[str, Scalar] = {"block_n": None, "block_h": None, "num_stages": None, "num_warps": 4}
 """What a caller may choose about tiles; None means the rule in :func:`choose_tile`."""
 
 RESERVED_BYTES = 1 << 10
 """Shared memory that the system takes for each CTA (CUDA C++ Programming Guide, compute capability 8.0 and up)."""
+
+WORK = ("long", "short", "even")
+"""Kinds of batches, each with a tile of its own (:func:`work_of`)."""
 
 SPACE: Space = (
     {"block_n": (32, 64, 128), "num_stages": (2, 3, 4)},
@@ -57,18 +60,21 @@ def combine_warps(head_dim: int) -> int:
     return max(1, block_d(head_dim) // 128)
 
 
-def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], *, short: bool) -> Tile:
-    """The caller's tile where there is one, else the rule; of the problem's lengths it sees only ``short``.
+def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], *, work: str) -> Tile:
+    """The caller's tile where there is one, else the rule; of the problem's lengths it sees only what :data:`WORK`.
 
     ``block_h``: the group of query heads that shares a KV head, padded to the 16 rows of a tensor-core tile;
     over 64, several tiles. Float32 uses no tensor cores and holds its tiles in registers: always 16.
 
     ``block_n``: the most keys, up to 128 (float32: 64), whose K and V in all pipeline buffers fit 60 % of an
-    SM's shared memory; half as many for short work, so that several CTAs share an SM. In the interpreter, the
+    SM's shared memory; half as many for short work, so that several CTAs share an SM. Even work takes half as
+    many too, but in a pipeline of one stage more: CTAs that start and end together, with nobody to fill the
+    gap, end sooner after shorter last tiles (measured for head dims from 65 to 128). In the interpreter, the
     most keys whose products numpy leaves to one thread: 2^18 multiplications, over which OpenBLAS wakes a pool
     that costs more than it brings.
     """
     block_h = 16 if problem.dtype == "float32" else min(64, max(16, 1 << (problem.group - 1).bit_length()))
+    stages = 3
     if device.type == "cpu":
         block_n = max(16, 2**18 // (block_h * block_d(problem.head_dim)))
     else:
@@ -76,12 +82,14 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
         key_bytes = 2 * block_d(problem.head_dim) * problem.element_bytes
         fits = shared_memory(device) * 6 // 10 // (buffers * key_bytes)
         block_n = min(64 if problem.dtype == "float32" else 128, 1 << (fits.bit_length() - 1))
-        if short:
+        even = work == "even" and block_d(problem.head_dim) == 128 and choice["block_n"] is None
+        if work == "short" or even:
             block_n = max(16, block_n // 2)
+        stages += even
     return Tile(
         block_n=positive(choice, "block_n", block_n),
         block_h=positive(choice, "block_h", block_h),
-        num_stages=positive(choice, "num_stages"),
+        num_stages=positive(choice, "num_stages", stages),
         num_warps=positive(choice, "num_warps"),
     )
 
@@ -129,20 +137,21 @@ def at_once(problem: DecodeProblem, tile: Tile, device: torch.device) -> int:
     return properties["multiprocessor_count"] * max(1, min(by_memory, by_registers))
 
 
-def is_short(problem: DecodeProblem, device: torch.device) -> bool:
-    """Whether CTAs are so short that their starts and ends must be hidden behind each other.
+def work_of(problem: DecodeProblem, device: torch.device) -> str:
+    """What a batch is for :func:`choose_tile`: one of :data:`WORK`.
 
-    Fewer than 256 keys each; or up to 2048, where sequences of about one length make two waves or more, or a few
-    of different lengths are cut into splits that no round holds evenly. Where many sequences differ in length,
-    several long CTAs may meet on one SM: there each gets an SM of its own.
+    Short: fewer than 256 keys a CTA; or up to 2048, where sequences of about one length make two waves or more, or
+    a few of different lengths are cut into splits that no round holds evenly. Where many sequences differ in
+    length, several long CTAs may meet on one SM: there each gets an SM of its own, and the work is long.
+
+    Even: sequences of about one length that one round of CTAs reads, each on an SM of its own.
     """
     total_kv, sms = problem.total_kv, sm_count(device)
     ctas = problem.batch * problem.heads_kv
     keys = total_kv * problem.heads_kv / max(ctas, sms)
-    if keys < 256 or keys > 2048:
-        return keys < 256
-    alike = 4 * problem.max_kv * problem.batch <= 5 * total_kv
-    return ctas >= 2 * sms if alike else ctas < sms
+    if keys < 256 or few_unlike(problem, sms) or (alike(problem) and ctas >= 2 * sms and keys <= 2048):
+        return "short"
+    return "even" if alike(problem) and ctas <= sms else "long"
 
 
 def sm_count(device: torch.device) -> int:

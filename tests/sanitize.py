@@ -52,9 +52,19 @@ class Branch:
 
 BRANCHES = (
     Branch(covers="no combine; full tiles, tails, one key", kv_lens=(256, 300, 1), tuning={"num_splits": 1}),
-    Branch(covers="a combine; an empty sequence beside it", kv_lens=(700, 0, 33), tuning={"num_splits": 3}),
+    Branch(
+        covers="a combine; an empty sequence beside it",
+        kv_lens=(700, 0, 33),
+        tuning={"num_splits": 3, "merge": "combine"},
+    ),
+    Branch(covers="an exchange; an empty sequence beside it", kv_lens=(700, 0, 33), tuning={"num_splits": 3}),
     Branch(covers="counts in proportion to length", kv_lens=(1500, 40), tuning={}),
-    Branch(covers="more splits than are merged at a time", kv_lens=(300,), tuning={"num_splits": 70}),
+    Branch(
+        covers="more splits than are merged at a time",
+        kv_lens=(300,),
+        tuning={"num_splits": 70, "merge": "combine"},
+    ),
+    Branch(covers="more splits than an exchange reads at a time", kv_lens=(300,), tuning={"num_splits": 40}),
     Branch(covers="clusters that merge by themselves", kv_lens=(300, 310, 4), tuning={"num_splits": 4}),
     Branch(covers="the ring goes round more than once", kv_lens=(1300,), tuning={"num_splits": 1}),
     Branch(covers="the long tile", kv_lens=(520, 130), tuning={"num_splits": 2, "block_n": 128}),

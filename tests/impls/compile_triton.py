@@ -35,7 +35,7 @@ from impls.problem import DecodeProblem
 from impls.triton_exchange import pairs_at_a_time
 from impls.triton_launch import Launch
 from impls.triton_splitkv import TUNING, TritonPlan, combine_kernel, split_kernel
-from impls.triton_tile import Tile, block_d, choose_tile
+from impls.triton_tile import WORK, Tile, block_d, choose_tile
 
 SM_90 = GPUTarget("cuda", 90, 32)
 H200 = {"multiprocessor_count": 132, "max_shared_mem": 232448}
@@ -103,9 +103,9 @@ def resources() -> dict[str, dict[str, int]]:
     out = {}
     for head_dim, dtype, group in shapes:
         problem = DecodeProblem(kv_lens=(), heads_q=8 * group, heads_kv=8, head_dim=head_dim, dtype=dtype)
-        for short in (False, True):
-            tile = choose_tile(problem, torch.device("cuda"), TUNING, short=short)
-            name = f"d{head_dim} {dtype} {tile.block_h}x{tile.block_n}"
+        for work in WORK:
+            tile = choose_tile(problem, torch.device("cuda"), TUNING, work=work)
+            name = f"d{head_dim} {dtype} {tile.block_h}x{tile.block_n}x{tile.num_stages}"
             out[f"split {name}"] = compile_split(head_dim, dtype, tile)
             if dtype == "float32":  # never exchanged
                 continue
@@ -134,7 +134,7 @@ def variants() -> dict[str, int]:
         lens = tuple((37 * b + 16 * i) % 211 for i in range(1 + b % 5))
         problem = DecodeProblem(kv_lens=lens, heads_q=8, heads_kv=2, head_dim=64)
         tuning = {**TUNING, "num_splits": 1 + len(lens)}
-        tile = choose_tile(problem, torch.device("cpu"), tuning, short=True)
+        tile = choose_tile(problem, torch.device("cpu"), tuning, work="short")
         plan = TritonPlan(problem, torch.device("cpu"), tuning, tile)
         plan.run(make_inputs(problem, b, "cpu"), plan.new_output())
     return {name: len(found) for name, found in keys.items()}

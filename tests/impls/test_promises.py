@@ -48,10 +48,11 @@ def test_every_split_count_agrees_with_the_kernel_that_does_not_split(name: str)
 def test_partials_are_float32_and_as_large_as_predicted(name: str, dtype: str) -> None:
     """300 keys in 4 splits, 2 keys in 2, and a sequence that is not split and has no slot."""
     shape = problem(300, 1, 2, dtype=dtype)
-    plan = LOADED[name].plan(shape, DEVICE, {"num_splits": 4})
+    for merge in ("auto", "combine"):
+        plan = LOADED[name].plan(shape, DEVICE, {"num_splits": 4, "merge": merge})
+        assert plan.config["workspace_bytes"] == sum(workspace.nbytes for workspace in plan.workspaces())
     assert [workspace.dtype for workspace in plan.workspaces()] == [torch.float32, torch.float32]
     assert [tuple(workspace.shape) for workspace in plan.workspaces()] == [(6, 4, 64), (6, 4)]
-    assert plan.config["workspace_bytes"] == sum(workspace.nbytes for workspace in plan.workspaces())
 
 
 @pytest.mark.parametrize("name", AVAILABLE)

@@ -43,7 +43,7 @@ def what_runs(impl: DecodeImpl, problem: DecodeProblem, configuration: Configura
     """The tile and the splits that a configuration comes to."""
     if impl.name == "triton-splitkv":
         choice = check_tuning(configuration.tuning, triton_splitkv.TUNING)
-        tile: object = triton_splitkv.choose_tile(problem, H200, choice, short=False)
+        tile: object = triton_splitkv.choose_tile(problem, H200, choice, work="long")
         block_n, block_h = tile.block_n, tile.block_h  # type: ignore[attr-defined]
     else:
         choice = check_tuning(configuration.tuning, tilelang_splitkv.TUNING)

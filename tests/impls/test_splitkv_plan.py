@@ -16,7 +16,7 @@ from impls import triton_splitkv
 from impls.contract import DecodeImpl
 from impls.problem import DecodeProblem
 from impls.reference import reference
-from impls.splitkv_plan import enough_ctas, upload
+from impls.splitkv_plan import split_limits, upload
 from impls.tilelang_splitkv import TileLangSplitKV
 from impls.triton_splitkv import TritonSplitKV
 from tests.impls.cases import problem
@@ -56,20 +56,20 @@ def test_items_and_merges_are_rows_of_one_upload(impl: type[DecodeImpl], device:
 def test_triton_chooses_its_tiles_once_for_all_lengths(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    chosen: list[bool] = []
+    chosen: list[str] = []
     choose = triton_splitkv.choose_tile
 
-    def counted(*args: Any, short: bool) -> triton_splitkv.Tile:
-        chosen.append(short)
-        return choose(*args, short=short)
+    def counted(*args: Any, work: str) -> triton_splitkv.Tile:
+        chosen.append(work)
+        return choose(*args, work=work)
 
     monkeypatch.setattr(triton_splitkv, "choose_tile", counted)
     impl = TritonSplitKV()
     for lens in ((5, 70), (900,), (3, 3, 3)):
         impl.plan(problem(*lens), device)
-    assert chosen == [False, True]
+    assert chosen == ["long", "short", "even"]
     plan = impl.plan(problem(5, 70), device, {"block_n": 16})
-    assert chosen == [False, True] * 2
+    assert chosen == ["long", "short", "even"] * 2
     assert plan.config["block_n"] == 16
 
 
@@ -96,9 +96,13 @@ def test_a_plan_for_other_lengths_waits_for_nothing(impl: type[DecodeImpl], devi
 
 
 def test_what_reads_at_full_speed_is_bytes_in_flight_and_not_ctas() -> None:
-    wide, narrow = (DecodeProblem(kv_lens=(8192,), heads_q=8, heads_kv=8, head_dim=dim) for dim in (128, 64))
-    assert enough_ctas(132, wide, 256) == 66  # 128 KiB each
-    assert enough_ctas(132, wide, 512) == 33
-    assert enough_ctas(132, wide, 128) == enough_ctas(132, narrow, 256) == 132
-    assert enough_ctas(132, narrow, 1) == 132  # one an SM at most
-    assert enough_ctas(1, wide, 4096) == 1
+    def limits(head_dim: int, block_n: int, *, sms: int = 132, tma: bool = True) -> tuple[int, int | None]:
+        shape = DecodeProblem(kv_lens=(8192,), heads_q=8, heads_kv=8, head_dim=head_dim)
+        return split_limits(sms, shape, block_n=block_n, num_stages=2, tma=tma)
+
+    assert limits(128, 128) == (256, 62)  # 128 KiB each
+    assert limits(128, 64) == (128, 124)
+    assert limits(64, 128) == (256, 124)
+    assert limits(128, 16) == (32, 132)  # one an SM at most
+    assert limits(128, 128, sms=1) == (256, 1)
+    assert limits(128, 128, tma=False) == (128, None)

@@ -38,7 +38,7 @@ def ask_compiler(question: str) -> dict[str, Any]:
 
 
 def test_compiles_for_sm_90_without_spills() -> None:
-    """Every tile that the rule picks on an H200, for all head dims, small and large groups, long and short work."""
+    """Every tile that the rule picks on an H200, for all head dims, small and large groups, all kinds of work."""
     kernels = ask_compiler("resources")
     assert {f"d{dim}" for dim in (64, 80, 96, 128, 192, 256)} == {name.split()[1] for name in kernels}
     for name, used in kernels.items():
@@ -47,21 +47,24 @@ def test_compiles_for_sm_90_without_spills() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_lens", "short"),
+    ("kv_lens", "work"),
     [
-        ((1024,), True),  # less than 256 keys a CTA
-        ((8192,), False),
-        ((1024,) * 128, True),  # several rounds of CTAs of one length
-        ((1024, 2048) * 64, False),  # long ones would meet on one SM
-        ((600, 6000, 2000), True),  # cut into splits that no round holds evenly
-        ((60_000, 600_000, 200_000), False),
-        ((), True),
+        ((1024,), "short"),  # less than 256 keys a CTA
+        ((8192,), "even"),
+        ((8192,) * 16, "even"),
+        ((8192,) * 17, "long"),  # a second round
+        ((1024,) * 128, "short"),  # several rounds of CTAs of one length
+        ((4096,) * 64, "long"),
+        ((1024, 2048) * 64, "long"),  # long ones would meet on one SM
+        ((600, 6000, 2000), "short"),  # cut into splits that no round holds evenly
+        ((60_000, 600_000, 200_000), "long"),
+        ((), "short"),
     ],
 )
-def test_short_work_is_what_leaves_an_h200_waiting(kv_lens, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_on_an_h200(kv_lens: tuple[int, ...], work: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_tile, "_device_properties", lambda device: {"multiprocessor_count": 132})
     shape = replace(problem(), kv_lens=kv_lens, heads_q=32, heads_kv=8)
-    assert triton_tile.is_short(shape, torch.device("cuda", 0)) is short
+    assert triton_tile.work_of(shape, torch.device("cuda", 0)) == work
 
 
 def test_new_lengths_and_batch_sizes_ask_for_no_specialisation() -> None:
@@ -70,18 +73,18 @@ def test_new_lengths_and_batch_sizes_ask_for_no_specialisation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "short", "an_sm"),
-    [(128, False, 1), (128, True, 2), (64, False, 2), (64, True, 2), (256, False, 1)],
+    ("head_dim", "work", "an_sm"),
+    [(128, "long", 1), (128, "short", 2), (128, "even", 2), (64, "long", 2), (64, "short", 2), (256, "even", 1)],
 )
 def test_programs_that_an_h200_surely_holds(
-    monkeypatch: pytest.MonkeyPatch, head_dim: int, short: bool, an_sm: int
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, work: str, an_sm: int
 ) -> None:
     """By shared memory, or else by registers: two programs of 128 threads."""
     h200 = {"multiprocessor_count": 132, "max_shared_mem": 232448, "max_num_regs": 65536}
     monkeypatch.setattr(triton_tile, "_device_properties", lambda device: h200)
     gpu = torch.device("cuda", 0)
     shape = problem(1024, heads=(32, 8), head_dim=head_dim)
-    tile = triton_tile.choose_tile(shape, gpu, triton_tile.TILE_TUNING, short=short)
+    tile = triton_tile.choose_tile(shape, gpu, triton_tile.TILE_TUNING, work=work)
     assert triton_tile.at_once(shape, tile, gpu) == 132 * an_sm
 
 

@@ -24,7 +24,7 @@ triton, tl = triton_splitkv.triton, triton_splitkv.tl
 WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "round"])
 def send_kernel(
     mail_ptr, acc_ptr, top_ptr, total_ptr, heads, round, D: tl.constexpr, H: tl.constexpr, BD: tl.constexpr
 ):
@@ -39,7 +39,7 @@ def send_kernel(
     send(mail_ptr, rows, real, acc, top, total, round, D, H, BD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "splits", "round"])
 def merge_kernel(
     mail_ptr, out_ptr, lse_ptr, heads, splits, round, D: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr
 ):
