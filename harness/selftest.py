@@ -37,6 +37,9 @@ protocol; fakes that would like to look fast; timers by CUPTI; and NVIDIA's own 
 ALONE = ("profilers", "nvbench")
 """The experiments that share their process with no other."""
 
+ANEW = ("nvbench",)
+"""The experiments that take a new process for each case: nvbench runs once, and registers nothing after that."""
+
 COMPARED_CASES = (
     *("b1_1k", "b8_512", "b1_8k"),
     *("trace_code_1200s", "b1_32k", "trace_conv_600s"),
@@ -144,6 +147,7 @@ def _run(name: str, study: Study, path: Path, say: Callable[[str], None], labora
         if (name, case.name) in journal.done:
             continue
         say(f"{name}: {case.name}")
+        laboratory.start()
         started = time.monotonic()
         try:
             trials = laboratory.ask(name, case)
@@ -153,6 +157,9 @@ def _run(name: str, study: Study, path: Path, say: Callable[[str], None], labora
             say(f"{name}: {error}")
             complete = False
             continue
+        finally:
+            if name in ANEW:
+                laboratory.close()
         journal.write(name, case.name, trials, time.monotonic() - started)
     return complete
 

@@ -44,6 +44,9 @@ FOUND_SHARE = 0.95
 AGREEMENT, AGREEMENT_US = 0.03, 1.0
 """How far apart two timers may be that claim to measure the same thing: this share, or this many µs."""
 
+HOST_US = 25.0
+"""What one launch at a time may take beyond a graph's: more than launch latencies and lines to be written back."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -75,7 +78,8 @@ GROUPS = (
     Group(
         "One launch at a time, flushed",
         "From an event before the launch to one after it: launch latencies, and what the host cannot queue in time,"
-        " count.",
+        f" count. *Host*: `events` is over `graph` by more than {HOST_US:g} µs, because the host takes longer for a"
+        " call than the device; then these timers time the host, which is not as fast one moment as the next.",
         ("events", "triton do_bench", "tilelang do_bench", "nvbench"),
     ),
     Group(
@@ -194,21 +198,32 @@ def _headline(by: Mapping[str, Sequence[Record]]) -> list[str]:
 
 def _agreement_sentence(trials: Sequence[Record]) -> str | None:
     """Of all pairs of one of our timers and another of its group, how many agree; None where there is no pair."""
-    pairs = [
-        (times[group.timers[0]], times[other])
+    every = [
+        (times[group.timers[0]], times[other], _waits_for_host(group, times))
         for times in _times(trials).values()
         for group in GROUPS
         if group.alike
         for other in group.timers[1:]
         if times.get(group.timers[0]) is not None and times.get(other) is not None
     ]
-    if not pairs:
+    if not every:
         return None
+    pairs = [(ours, us) for ours, us, host in every if not host]
     agree = sum(_agrees(ours, us) for ours, us in pairs)
-    return (
+    text = (
         f"Timers that claim to measure the same as ours agree with them within {100 * AGREEMENT:g} % or"
-        f" {AGREEMENT_US:g} µs in {agree} of {len(pairs)} pairs."
+        f" {AGREEMENT_US:g} µs in {agree} of {len(pairs)} pairs"
     )
+    if host := len(every) - len(pairs):
+        text += f"; {host} more are of calls that take the host longer than the device, so that they time the host"
+    return f"{text}."
+
+
+def _waits_for_host(group: Group, times: Mapping[str, float | None]) -> bool:
+    """Whether launches, one at a time, take so much longer than in a graph that it is the host that is timed."""
+    single, graph = times.get("events"), times.get("graph")
+    known = single is not None and graph is not None
+    return "events" in group.timers and known and single > graph + HOST_US  # type: ignore[operator]
 
 
 def _environment(run: Record) -> str:
@@ -302,6 +317,8 @@ def _timers(trials: Sequence[Record], hosts: str) -> list[dict[str, Any]]:
             found = [times.get(timer) for timer in present]
             if any(us is not None for us in found):
                 agreement = _agreement(found) if group.alike else []
+                if agreement and _waits_for_host(group, times):
+                    agreement = [f"host ({agreement[0].strip('*')})"]
                 lines.append([code(case), code(impl), *map(us_text, found), *agreement])
         header = ["case", "implementation", *map(code, present)]
         if len(present) > 1 and group.alike:

@@ -43,7 +43,7 @@ def test_only_pinned_memory_is_copied_without_waiting(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("impl", OURS)
 def test_items_and_merges_are_rows_of_one_upload(impl: type[DecodeImpl], device: torch.device) -> None:
-    plan = impl().plan(problem(700, 0, 33), device, {"num_splits": 3})
+    plan = impl().plan(problem(700, 0, 33), device, {"num_splits": 3, "merge": "combine"})
     items, merges = plan._items, plan._merges  # type: ignore[attr-defined]
     assert items.untyped_storage().data_ptr() == merges.untyped_storage().data_ptr()
     assert (items.stride(), merges.stride()) == ((4, 1), (4, 1))

@@ -228,7 +228,7 @@ def test_launches_past_the_jit_are_on_the_current_stream(
 def test_launch_hooks_see_launches_past_the_jit(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Triton's profiler counts launches by these hooks."""
     inputs = make_inputs(problem(700, heads=(8, 2), head_dim=128), 5, device)
-    plan = TritonSplitKV().plan(inputs.problem, device, {"num_splits": 3})
+    plan = TritonSplitKV().plan(inputs.problem, device, {"num_splits": 3, "merge": "combine"})
     plan.run(inputs, plan.new_output())
     break_the_jit(monkeypatch)
     seen: list[str] = []
