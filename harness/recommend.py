@@ -141,8 +141,8 @@ def recommend(problem: DecodeProblem, folder: Path) -> Advice:
     splits, ctas, tiles = {}, {}, {}
     for made in ranking:
         if made.impl in OURS and made.impl in (first.impl, *ties):
-            tile = _tile_of(problem, made.impl, seen)
-            splits[made.impl], ctas[made.impl] = _splits(problem, tile.configs[made.impl], sm_count)
+            tile = tile_of(problem, made.impl, seen, sm_count)
+            splits[made.impl], ctas[made.impl] = splits_of(problem, tile.configs[made.impl], sm_count)
             tiles[made.impl] = tile.name
     path = folder / TUNING_FILE
     known = tuned(read(path)) if path.exists() else []
@@ -312,23 +312,25 @@ def _is_tie(first: Expectation, other: str) -> bool:
     return bool(told) and (told[0] != stats.FASTER or stats.SLOWER in told)
 
 
-def _tile_of(problem: DecodeProblem, impl: str, seen: Sequence[Seen]) -> Seen:
-    """The nearest case whose tile this implementation would also take here, as far as the shape tells.
+def tile_of(problem: DecodeProblem, impl: str, seen: Sequence[Seen], sm_count: int) -> Seen:
+    """The nearest case whose tile this implementation would also take here.
 
-    Of the tiles of a shape that with the longest ring: it is what splits are counted for, and where our rule takes
-    a shorter one there is nothing to split.
+    Our rules choose it by the shape and by the kind of work. TileLang's takes the shorter of two rings for even
+    work where nothing is split; so of a kind the longest ring is the one to count splits with.
     """
+    # Imports torch, which takes a second or two.
+    from impls.splitkv_plan import few_unlike, work_of
 
-    def alike(case: Seen) -> bool:
-        p = case.problem
-        return (p.head_dim, p.dtype, p.group) == (problem.head_dim, problem.dtype, problem.group)
+    def kind(p: DecodeProblem) -> tuple[object, ...]:
+        return p.head_dim, p.dtype, p.group, work_of(p, sm_count), few_unlike(p, sm_count)
 
     near = sorted((case for case in seen if impl in case.rows), key=lambda case: distance(problem, case.problem))
-    same = [case for case in near if alike(case)] or near[:1]
+    same = [case for case in near if kind(case.problem)[:3] == kind(problem)[:3]] or near[:1]
+    same = [case for case in same if kind(case.problem) == kind(problem)] or same[:1]
     return max(same, key=lambda case: case.configs[impl]["block_n"] * case.configs[impl].get("num_stages", 1))
 
 
-def _splits(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) -> tuple[dict[int, int], int]:
+def splits_of(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) -> tuple[dict[int, int], int]:
     """Length -> splits, the longest first, and CTAs: the kernel's own rule with the tile of a recorded plan."""
     # Imports torch, which takes a second or two.
     from impls.splitkv_plan import SPLIT_TUNING, choose_splits, split_limits

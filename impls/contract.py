@@ -144,11 +144,19 @@ class DecodePlan(Protocol):
         ...
 
     def workspaces(self) -> tuple[Tensor, ...]:
-        """Scratch tensors this plan owns and overwrites in every run; may be empty."""
+        """Tensors this plan owns and writes in every run; may be empty.
+
+        Those of floating point are scratch: whatever they hold before a run is of no account. Integer ones are
+        tables and counters that a run reads.
+        """
         ...
 
     def run(self, inputs: DecodeInputs, out: DecodeOutput | None) -> DecodeOutput:
-        """Launch; no synchronisation, no allocation where ``out`` is given, capturable in a CUDA graph."""
+        """Launch; no synchronisation, no allocation where ``out`` is given, capturable in a CUDA graph.
+
+        Runs of one plan must not overlap, for they write the same workspaces: those on another stream wait for the
+        ones before, and the plan is kept until its last run is done.
+        """
         ...
 
 

@@ -19,7 +19,13 @@ mail may be overwritten with anything that holds no round to come, the counters 
 Nobody may wait for a CTA that cannot start. All CTAs of a launch fit the device at once; and should other work hold
 part of it for long, the splits of one head tile are neighbours in the grid
 (:meth:`impls.splits.SplitTable.ctas`): whichever are started, only the last of them wait for CTAs that are not, and
-those need no more than ``S`` places.
+those need no more than ``S`` places. Our rule takes no more splits than an eighth of the SMs, so that several
+launches, each begun and not all on the device, leave places for each other's last group. What it cannot know: a
+green context with fewer SMs than the device has, or other work that keeps all but a few places until it has seen
+this output. There, ask for ``merge="combine"``. A wait that lasts some tens of seconds traps: a launch that fails
+says so, one that hangs does not.
+
+Runs of one plan must not overlap: two launches that count the same round wait for words of another.
 """
 
 from __future__ import annotations
@@ -28,6 +34,9 @@ from impls.problem import DecodeProblem
 
 LONG_CTA_BYTES = 2 << 20
 """K and V of the longest CTA up to which an exchange is faster than a combine kernel, on an H200."""
+
+PLACES = 8
+"""What part of the SMs the splits of one sequence may need to wait for each other, under our rule: an eighth."""
 
 STATS = 2
 """Words of a head in a slot after its ``D`` columns: the maximum of its scores and the sum of their weights."""
@@ -55,7 +64,7 @@ def may_exchange(ctas: int, slots: int, at_once: int) -> bool:
     return slots > 0 and ctas <= at_once
 
 
-def pays_to_exchange(problem: DecodeProblem, keys: int) -> bool:
+def pays_to_exchange(problem: DecodeProblem, *, keys: int, splits: int, sms: int) -> bool:
     """Whether our rule takes an exchange where there may be one.
 
     Neighbours in the grid are then splits of one head and not heads of one split, which lie side by side in memory:
@@ -64,5 +73,8 @@ def pays_to_exchange(problem: DecodeProblem, keys: int) -> bool:
     Args:
         problem: whose K and V are read.
         keys: of the longest split.
+        splits: the most of one sequence.
+        sms: SMs of the device.
     """
-    return 2 * keys * problem.head_dim * problem.element_bytes <= LONG_CTA_BYTES
+    short = 2 * keys * problem.head_dim * problem.element_bytes <= LONG_CTA_BYTES
+    return short and splits <= sms // PLACES

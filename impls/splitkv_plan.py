@@ -25,18 +25,20 @@ from impls.splits import (
     proportional_counts,
 )
 
+BUDGET = "workspace_budget_bytes"
+
 SPLIT_TUNING: Mapping[str, Scalar] = {
     "num_splits": "auto",
     "waves": None,
     "merge": "auto",
-    "workspace_budget_bytes": 2 << 30,
+    BUDGET: 2 << 30,
 }
 """What a caller may choose about splits: an integer or ``"auto"``; the rounds of CTAs that ``auto`` plans for,
 None for whichever ends first; how splits are merged, one of :data:`MERGES`; and the largest workspace allowed."""
 
 MERGES = ("auto", "combine", "exchange")
 """Ways to merge splits that a caller may ask for: a combine kernel, or an exchange inside of the split kernel
-(:mod:`impls.exchange`). ``auto`` exchanges where it can, unless splits merge in clusters."""
+(:mod:`impls.exchange`). ``auto`` exchanges where that pays, unless splits merge in clusters."""
 
 CPU_CTAS = 32
 """What stands in for the SM count on a CPU: enough to split."""
@@ -44,6 +46,9 @@ CPU_CTAS = 32
 CTA_OVERHEAD_BYTES = 136 << 10
 """What starting and ending a CTA costs, as bytes that an SM could have read meanwhile: about 4 µs on an H200."""
 
+
+WORK = ("long", "short", "even")
+"""Kinds of batches, which have tiles of their own (:func:`work_of`)."""
 
 IN_FLIGHT_BYTES = 60 << 10
 """K and V on their way for each SM at which TMA reads at the memory's full speed: 8 MB on an H200, by 64 CTAs of
@@ -90,13 +95,14 @@ def choose_splits(
 
 
 def _merges_by_exchange(
-    asked: Scalar, problem: DecodeProblem, table: SplitTable, *, ctas: int, slots: int, at_once: int
+    choice: Mapping[str, Scalar], problem: DecodeProblem, table: SplitTable, *, ctas: int, at_once: int, sms: int
 ) -> bool:
-    """Whether splits merge by exchange, as :data:`MERGES` has it.
+    """Whether the partials of a table merge by exchange, as :data:`MERGES` has it.
 
     Raises:
-        ValueError: if that is none of them, or what was asked for cannot be.
+        ValueError: if what was asked is none of them, or cannot be.
     """
+    asked, slots = choice["merge"], table.slots
     if asked not in MERGES:
         raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {asked!r}")
     can = may_exchange(ctas, slots, at_once)
@@ -106,7 +112,9 @@ def _merges_by_exchange(
             f"CTAs, here {ctas}), got 'exchange'"
         )
     if asked == "auto" and can:
-        return pays_to_exchange(problem, int(table.items[:, 2].max()))
+        fits = mail_bytes(slots, problem.heads_q, problem.head_dim, ctas) <= positive(choice, BUDGET)
+        keys = int(table.items[:, 2].max())
+        return fits and pays_to_exchange(problem, keys=keys, splits=table.splits_max, sms=sms)
     return asked == "exchange"
 
 
@@ -145,6 +153,23 @@ def few_unlike(problem: DecodeProblem, sms: int) -> bool:
     """
     ctas = problem.batch * problem.heads_kv
     return not alike(problem) and ctas < sms and problem.total_kv * problem.heads_kv <= 2048 * sms
+
+
+def work_of(problem: DecodeProblem, sms: int) -> str:
+    """What kind of work a batch is, for tiles: one of :data:`WORK`.
+
+    Short: fewer than 256 keys a CTA; or up to 2048, where sequences of about one length make two waves or more, or
+    a few of different lengths are cut into splits that no round holds evenly (:func:`few_unlike`). Where many
+    sequences differ in length, several long CTAs may meet on one SM: there each gets an SM of its own, and the work
+    is long.
+
+    Even: sequences of about one length that one round of CTAs reads, each on an SM of its own.
+    """
+    ctas = problem.batch * problem.heads_kv
+    keys = problem.total_kv * problem.heads_kv / max(ctas, sms)
+    if keys < 256 or few_unlike(problem, sms) or (alike(problem) and ctas >= 2 * sms and keys <= 2048):
+        return "short"
+    return "even" if alike(problem) and ctas <= sms else "long"
 
 
 def upload(rows: Int32Array, device: torch.device) -> Tensor:
@@ -208,14 +233,14 @@ class SplitKVPlan:
         self._cluster = choose_cluster(table.counts) if choose_cluster else 1
         ctas = table.splits * tiles_per_split
         slots = table.slots if self._cluster == 1 else 0
-        self._exchange = _merges_by_exchange(
-            choice["merge"], problem, table, ctas=ctas, slots=slots, at_once=at_once
+        self._exchange = slots > 0 and _merges_by_exchange(
+            choice, problem, table, ctas=ctas, at_once=at_once, sms=sm_count
         )
         if self._exchange:
             workspace_bytes = mail_bytes(slots, problem.heads_q, problem.head_dim, ctas)
         else:
             workspace_bytes = table.workspace_bytes(problem.heads_q, problem.head_dim) if slots else 0
-        budget = positive(choice, "workspace_budget_bytes")
+        budget = positive(choice, BUDGET)
         if workspace_bytes > budget:
             raise PlanRefused(
                 f"workspace: expected <= {budget} bytes (workspace_budget_bytes), got {workspace_bytes}"

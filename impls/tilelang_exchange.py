@@ -31,6 +31,7 @@ static __device__ __forceinline__ void mail_collect(const float *mail, long long
                                                     float *values, float *maxima, float *sums) {
   float pair[SPLITS][4], stat[SPLITS][4];
   int late;
+  unsigned tries = 0;
   do {  // all are asked for before one is looked at, and again if one is late: a trip, not a trip for each
 #pragma unroll
     for (int s = 0; s < SPLITS; ++s)
@@ -38,6 +39,7 @@ static __device__ __forceinline__ void mail_collect(const float *mail, long long
         mail_ask(mail + stats + static_cast<long long>(s) * step, stat[s]);
         mail_ask(mail + columns + static_cast<long long>(s) * step, pair[s]);
       }
+    if (++tries == 1u << 26) __trap();  // some tens of seconds: whoever was waited for is not coming
     late = 0;
 #pragma unroll
     for (int s = 0; s < SPLITS; ++s)

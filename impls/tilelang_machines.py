@@ -15,11 +15,14 @@ ring buffer    ``[stages, rows, cols]``   ``[stages, rows, cols]``        ``[row
                be scheduled (PDL)
 ``depend``     waits for the results of   nothing                         nothing
                earlier kernels (PDL)
+``clear_part`` a warp its own rows of V   a warp its own rows of V        never: one part
 ``clusters``   2, 4, 8, 16                none                            none
+``exchanges``  yes                        no                              no
 =============  =========================  ==============================  =====================
 
-Hopper alone can merge splits inside of a thread block cluster; its hooks for that are those of
-:mod:`impls.tilelang_cluster`, and no other machine is ever asked for them.
+Hopper alone can merge splits inside of the split kernel, in a thread block cluster or by exchange; its hooks for
+that are those of :mod:`impls.tilelang_cluster` and :mod:`impls.tilelang_exchange`, and no other machine is ever
+asked for them.
 
 ``T.tma_copy`` and mbarriers exist for CUDA only, ``T.Parallel`` and fragments mean nothing to the C target,
 and its scalar GEMM wants two-dimensional operands: hence this file rather than one more branch in the body.

@@ -12,8 +12,8 @@ the splits of a sequence are one thread block cluster and merge by themselves, t
 (:mod:`impls.tilelang_cluster`): no workspace, and none of the 1.5 to 2 µs that the combine kernel costs. More than
 two splits do so only if all of a split's keys fit the ring (:func:`impls.tilelang_tile.choose_cluster`).
 
-Exchange. Where no cluster does, but all CTAs are on the device at once and none is long, the splits of a sequence
-merge by themselves too, through global memory (:mod:`impls.exchange`). The combine kernel is for the rest.
+Exchange. On sm_90a, where no cluster does, but all CTAs are on the device at once and none is long, the splits of a
+sequence merge by themselves too, through global memory (:mod:`impls.exchange`). The combine kernel is for the rest.
 
 Tiling. K and V go through a ring of ``num_stages`` tiles in shared memory, filled ahead by TMA (sm_90a) or
 ``cp.async`` (sm_80) with no producer warp: the threads that have just finished a tile refill its stage. Every
@@ -27,7 +27,7 @@ Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its le
 fills the SMs (on sm_90a half of them, if all sequences are equally long: they read as fast), or a few rounds
 where lengths differ (:func:`impls.splits.balanced_counts`); an integer gives every sequence that many. The
 lengths reach the kernel only through the table, whose rows come from the same prefix sums as ``cu_seqlens_k``:
-one 16-byte row says where a CTA's keys are, without a chain of dependent loads.
+one row of 16 bytes, or 32 in an exchange, says where a CTA's keys are, without a chain of dependent loads.
 
 Machines. The two ``prim_func`` bodies serve sm_90a, sm_80 and the CPU (TileLang's C target). All that differs
 is the :mod:`impls.tilelang_machines` object passed in. On the CPU, bfloat16 inputs compute in float32.
@@ -656,7 +656,8 @@ class TileLangPlan(SplitKVPlan):
         self._dtype = TORCH_DTYPES[dtype]
         self._scale_log2 = problem.softmax_scale * LOG2_E
         shape = (problem.heads_q, problem.heads_kv, problem.head_dim)
-        # Other lengths may merge another way, or take half of the ring: all is compiled by whoever comes first.
+        # Other lengths may merge another way, or take half of the ring: whoever comes first compiles for all. But
+        # for clusters: a kernel for each size, when it is first needed.
         tiles = {whole, tile}
         if has_half(machine, problem) and choice["block_n"] is choice["num_stages"] is choice["threads"] is None:
             tiles.add(choose_tile(machine, problem, choice, half=True))

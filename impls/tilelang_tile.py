@@ -104,9 +104,9 @@ def takes_half(
 ) -> bool:
     """Whether our rule takes half of the ring (measured: ``reports/NOTES.md``).
 
-    For sequences about equally long, of which each CTA reads a whole one in the only round: if half of the ring in
-    one CTA an SM is enough for the memory's full speed, the other half is longer on its way and ends in longer last
-    tiles, which nothing hides. And for a few of different lengths, so that two CTAs share an SM.
+    For sequences about equally long, so many that each CTA may read a whole one in the only round: if half of the
+    ring in one CTA an SM is enough for the memory's full speed, the other half is longer on its way and ends in
+    longer last tiles, which nothing hides. And for a few of different lengths, so that two CTAs share an SM.
 
     Args:
         machine: with TMA; no other takes half.
@@ -127,8 +127,8 @@ def takes_half(
 
 
 def has_half(machine: Machine, problem: DecodeProblem) -> bool:
-    """Whether there is a tile for half of the ring: not for head dims whose tiles are short already."""
-    return machine.tma and machine.padded(problem.head_dim) <= 128
+    """Whether there is a tile for half of the ring: for the head dims that it was measured for."""
+    return machine.tma and machine.padded(problem.head_dim) in (64, 128)
 
 
 def tile_bytes(machine: Machine, problem: DecodeProblem, tile: Tile) -> int:

@@ -73,15 +73,15 @@ def receive_asm(splits, pairs):
     from split to split, how many there are, the round.
     """
     read = range(splits * pairs)  # split by split
-    lines = [f".reg .pred again, on<{len(read)}>;", f".reg .b64 p<{pairs}>, q<{pairs}>, w<{4 * len(read)}>;"]
-    lines.append(f".reg .b32 r<{4 * len(read)}>, t, late;")
+    lines = [f".reg .pred again, gone, on<{len(read)}>;", f".reg .b64 p<{pairs}>, q<{pairs}>, w<{4 * len(read)}>;"]
+    lines.append(f".reg .b32 r<{4 * len(read)}>, t, late, tries;")
     values, stats, step, count, rounds = (
         [f"${(4 * splits + argument) * pairs + i}" for i in range(pairs)] for argument in range(5)
     )
     for n in read:
         lines.append(f"setp.gt.s32 on{n}, {count[n % pairs]}, {n // pairs};")
         lines += [f"mov.b64 w{4 * n + j}, {{0, {rounds[n % pairs]}}};" for j in range(4)]
-    lines.append("ASK:")
+    lines += ["mov.b32 tries, 0;", "ASK:"]
     for i in range(pairs):
         lines += [f"mov.b64 p{i}, {values[i]};", f"mov.b64 q{i}, {stats[i]};"]
     for n in read:
@@ -95,6 +95,8 @@ def receive_asm(splits, pairs):
             result = (4 * (n // pairs) + j) * pairs + n % pairs
             lines.append(f"mov.b64 {{${result}, r{4 * n + j}}}, w{4 * n + j};")
             lines += [f"xor.b32 t, r{4 * n + j}, {rounds[n % pairs]};", "or.b32 late, late, t;"]
+    # Some tens of seconds, and whoever was waited for is not coming.
+    lines += ["add.u32 tries, tries, 1;", "setp.eq.u32 gone, tries, 67108864;", "@gone trap;"]
     lines += ["setp.ne.b32 again, late, 0;", "@again bra ASK;"]
     return "{\n" + "\n".join(lines) + "\n}"
 

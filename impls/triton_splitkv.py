@@ -5,8 +5,9 @@ kernel runs one program per (split, KV head, head tile). It streams the split's 
 ``BLOCK_N`` keys, through an online softmax in base 2 over ``BLOCK_H`` query heads that share the KV head. A
 sequence's only split writes the output itself; otherwise each split writes a *normalised* float32 partial
 and its natural-log LSE, and the combine kernel merges a sequence's partials, all splits side by side, with
-weights ``exp(lse_s - lse)``. Without merges there is no second launch; nor where all programs are on the device at
-once, for then those of a sequence merge its splits by themselves (:mod:`impls.triton_exchange`).
+weights ``exp(lse_s - lse)``. Without merges there is no second launch; nor where all programs are on the
+device at once and none is long, for then those of a sequence merge its splits by themselves
+(:mod:`impls.triton_exchange`).
 
 Tiling. Decode is bound by reading K and V, so the tile is chosen for bytes in flight, not for the tensor
 cores: from head dim 128 up, the buffers of K and V fill over half of an SM's shared memory, one CTA an SM;
@@ -45,12 +46,11 @@ from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, 
 from impls.libraries import check_capability
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
-from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan
+from impls.splitkv_plan import SPLIT_TUNING, WORK, SplitKVPlan, work_of
 from impls.triton_launch import Launch
 from impls.triton_tile import (
     SPACE,
     TILE_TUNING,
-    WORK,
     Tile,
     at_once,
     block_d,
@@ -61,7 +61,6 @@ from impls.triton_tile import (
     sm_count,
     tile_bytes,
     uses_wgmma,
-    work_of,
 )
 
 # Triton decides between compiler and interpreter when it is imported.
@@ -412,7 +411,7 @@ class TritonSplitKV:
         """See :meth:`impls.contract.DecodeImpl.plan`; the tuning keys are those of :data:`TUNING`."""
         choice = check_tuning(tuning, TUNING)
         tiles = self._compiled_tiles(problem, device, choice)
-        return TritonPlan(problem, device, choice, tiles[work_of(problem, device)])
+        return TritonPlan(problem, device, choice, tiles[work_of(problem, sm_count(device))])
 
     def configurations(self, problem: DecodeProblem, device: torch.device) -> list[Configuration]:
         """:data:`SPACE` with every way to split; see :class:`impls.space.Tunable`."""

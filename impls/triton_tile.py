@@ -14,16 +14,13 @@ import torch
 from impls.contract import Scalar
 from impls.problem import DecodeProblem
 from impls.space import Space
-from impls.splitkv_plan import CPU_CTAS, alike, few_unlike, positive
+from impls.splitkv_plan import CPU_CTAS, positive
 
 TILE_TUNING: Mapping[str, Scalar] = {"block_n": None, "block_h": None, "num_stages": None, "num_warps": 4}
 """What a caller may choose about tiles; None means the rule in :func:`choose_tile`."""
 
 RESERVED_BYTES = 1 << 10
 """Shared memory that the system takes for each CTA (CUDA C++ Programming Guide, compute capability 8.0 and up)."""
-
-WORK = ("long", "short", "even")
-"""Kinds of batches, each with a tile of its own (:func:`work_of`)."""
 
 SPACE: Space = (
     {"block_n": (32, 64, 128), "num_stages": (2, 3, 4)},
@@ -61,7 +58,8 @@ def combine_warps(head_dim: int) -> int:
 
 
 def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], *, work: str) -> Tile:
-    """The caller's tile where there is one, else the rule; of the problem's lengths it sees only what :data:`WORK`.
+    """The caller's tile where there is one, else the rule; of the problem's lengths it sees only what kind of work
+    they are (:func:`impls.splitkv_plan.work_of`).
 
     ``block_h``: the group of query heads that shares a KV head, padded to the 16 rows of a tensor-core tile;
     over 64, several tiles. Float32 uses no tensor cores and holds its tiles in registers: always 16.
@@ -135,23 +133,6 @@ def at_once(problem: DecodeProblem, tile: Tile, device: torch.device) -> int:
     by_memory = (properties["max_shared_mem"] + RESERVED_BYTES) // (shared + RESERVED_BYTES)
     by_registers = properties["max_num_regs"] // (256 * 32 * tile.num_warps)
     return properties["multiprocessor_count"] * max(1, min(by_memory, by_registers))
-
-
-def work_of(problem: DecodeProblem, device: torch.device) -> str:
-    """What a batch is for :func:`choose_tile`: one of :data:`WORK`.
-
-    Short: fewer than 256 keys a CTA; or up to 2048, where sequences of about one length make two waves or more, or
-    a few of different lengths are cut into splits that no round holds evenly. Where many sequences differ in
-    length, several long CTAs may meet on one SM: there each gets an SM of its own, and the work is long.
-
-    Even: sequences of about one length that one round of CTAs reads, each on an SM of its own.
-    """
-    total_kv, sms = problem.total_kv, sm_count(device)
-    ctas = problem.batch * problem.heads_kv
-    keys = total_kv * problem.heads_kv / max(ctas, sms)
-    if keys < 256 or few_unlike(problem, sms) or (alike(problem) and ctas >= 2 * sms and keys <= 2048):
-        return "short"
-    return "even" if alike(problem) and ctas <= sms else "long"
 
 
 def sm_count(device: torch.device) -> int:

@@ -10,7 +10,17 @@ import pytest
 
 from harness import record
 from harness.cli import main
-from harness.recommend import Advice, bound_us, coverage, distance, read_cases, recommend, skew
+from harness.recommend import (
+    Advice,
+    bound_us,
+    coverage,
+    distance,
+    read_cases,
+    recommend,
+    skew,
+    splits_of,
+    tile_of,
+)
 from harness.record import RecordError
 from impls.catalog import OURS
 from impls.problem import DecodeProblem
@@ -319,3 +329,17 @@ def test_on_recorded_cases_the_advice_is_what_ran(name: str) -> None:
         assert max(advice.splits[name].values()) == row["config"]["splits_max"], row["case"]
         assert advice.ctas[name] == row["config"]["work_items"], row["case"]
     assert told
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_rule_on_the_host_is_that_of_every_recorded_plan(name: str) -> None:
+    """Also where another implementation is ahead, and nothing is advised."""
+    folder = ROOT / "reports" / "h200-decode"
+    seen = read_cases(folder)
+    sms = int(seen[0].run["env"]["sm_count"])
+    for case in seen:
+        if name in case.rows:
+            tile = tile_of(case.problem, name, seen, sms)
+            counts, ctas = splits_of(case.problem, tile.configs[name], sms)
+            ran = case.configs[name]
+            assert (max(counts.values()), ctas) == (ran["splits_max"], ran["work_items"]), case.name

@@ -32,10 +32,11 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from harness.inputs import make_inputs
 from impls import triton_splitkv, triton_tile
 from impls.problem import DecodeProblem
+from impls.splitkv_plan import WORK
 from impls.triton_exchange import pairs_at_a_time
 from impls.triton_launch import Launch
 from impls.triton_splitkv import TUNING, TritonPlan, combine_kernel, split_kernel
-from impls.triton_tile import WORK, Tile, block_d, choose_tile
+from impls.triton_tile import Tile, block_d, choose_tile
 
 SM_90 = GPUTarget("cuda", 90, 32)
 H200 = {"multiprocessor_count": 132, "max_shared_mem": 232448}

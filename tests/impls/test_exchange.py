@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,11 @@ from hypothesis import strategies as st
 
 from harness.check import check_plan, compare, poison_workspaces, same_bits
 from harness.inputs import make_inputs
+from impls.contract import Scalar
 from impls.exchange import may_exchange, pays_to_exchange
 from impls.problem import DecodeProblem
 from impls.reference import reference
+from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan
 from impls.splits import make_table
 from impls.tilelang_splitkv import TileLangSplitKV
 from tests.impls.cases import problem
@@ -37,11 +41,43 @@ def test_all_ctas_must_be_on_the_device_at_once(ctas: int, slots: int, at_once: 
     assert may_exchange(ctas, slots, at_once) is may
 
 
-def test_our_rule_leaves_long_ctas_to_the_combine_kernel() -> None:
-    """It may be asked for all the same; 2 MiB are 4096 keys of head dim 128 in 16 bits."""
-    shape = problem(4097, heads=(1, 1), head_dim=128, dtype="float16")
-    for keys, pays in ((4096, True), (4097, False), (0, True)):
-        assert pays_to_exchange(shape, keys) is pays
+@pytest.mark.parametrize(
+    ("keys", "splits", "pays"),
+    [(4096, 16, True), (4097, 16, False), (4096, 17, False), (0, 2, True)],
+)
+def test_our_rule_takes_short_ctas_and_no_more_splits_than_leave_room(keys: int, splits: int, pays: bool) -> None:
+    """2 MiB are 4096 keys of head dim 128 in 16 bits; 16 are an eighth of an H200's SMs."""
+    shape = problem(9999, heads=(1, 1), head_dim=128, dtype="float16")
+    assert pays_to_exchange(shape, keys=keys, splits=splits, sms=132) is pays
+
+
+class _Plan(SplitKVPlan):
+    """What is decided for a kernel that can exchange, without one."""
+
+    def __init__(self, shape: DecodeProblem, **choice: Scalar) -> None:
+        tuning = {**SPLIT_TUNING, **choice}
+        super().__init__(shape, CPU, tuning, sm_count=132, tiles_per_split=8, min_keys=128, at_once=132)
+        self.config = self._split_config
+
+
+@pytest.mark.parametrize(
+    ("lens", "choice", "merge"),
+    [
+        ((8192,), {}, "exchange"),
+        ((8192,), {"merge": "combine"}, "combine"),
+        ((8192,), {"workspace_budget_bytes": 300_000}, "combine"),  # the mail is twice the partials
+        ((8192,), {"num_splits": 17}, "combine"),  # 136 CTAs
+        ((131_072,), {}, "combine"),
+        ((131_072,), {"merge": "exchange"}, "exchange"),
+        ((8192,) * 16, {}, None),
+        ((8192,) * 16, {"merge": "combine"}, None),
+    ],
+)
+def test_how_a_plan_merges(lens: tuple[int, ...], choice: dict[str, Scalar], merge: str | None) -> None:
+    plan = _Plan(problem(*lens, heads=(32, 8), head_dim=128, dtype="bfloat16"), **choice)
+    assert plan.config["merge"] == merge
+    assert plan.config["workspace_bytes"] == sum(workspace.nbytes for workspace in plan.workspaces())
+    assert len(plan._merges) == (len(lens) if merge == "combine" else 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 9)), min_size=1, max_size=12), st.integers(1, 9))
@@ -79,7 +115,7 @@ def test_an_exchange_writes_words_and_waits_for_words() -> None:
     assert "ld.relaxed.gpu.global.v2.b64" in source
     assert "Partial_lse" not in body.partition(")")[2]
     assert body.index("mail_post(") < body.index("mail_collect<")
-    assert "Output[" not in body.partition("mail_post(")[0]
+    assert not re.search(r"(Output \+|Output\[|Lse\[)", body.partition("mail_post(")[0])
     last = body.rpartition("mail_collect<")[2]
     assert "Rounds[" in last, "a round is counted when it is over"
     assert body.index("cudaGridDependencySynchronize()") < body.index("Rounds[")
@@ -110,6 +146,7 @@ SHAPES = [
     ((24, 1), 128, 12),
     ((64, 1), 128, 6),
     ((70, 1), 128, 31),
+    ((4, 1), 128, 66),
 ]
 LENGTHS = [(1001, 517), (64, 65), (5000,), (900, 0, 1)]
 

@@ -17,6 +17,7 @@ from impls.contract import ImplUnavailable, InputError
 from impls.problem import DecodeProblem
 from impls.reference import reference
 from impls.splitkv_plan import SPLIT_TUNING
+from impls.tilelang_tile import takes_half
 
 CPU = torch.device("cpu")
 
@@ -230,3 +231,32 @@ def test_head_dims_that_are_not_compiled_are_refused_with_the_rule() -> None:
     reason = tilelang_splitkv.TileLangSplitKV().unsupported(problem, CPU)
     assert reason == "head_dim: expected one of 64, 80, 96, 128, 192, 256, got 72"
     assert set(SPLIT_TUNING) <= set(tilelang_splitkv.TUNING)
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads", "head_dim", "half"),
+    [
+        ((8192,) * 16, (32, 8), 128, (64, 2)),  # 128 CTAs, one round
+        ((8192,) * 16, (32, 8), 64, (128, 2)),
+        ((8192,) * 16, (32, 8), 96, None),  # not measured
+        ((8192,) * 17, (32, 8), 128, None),  # a second round
+        ((8192,) * 8, (32, 8), 128, None),  # 64 CTAs read fast by the whole ring alone
+        ((8192,) * 15 + (30_000,), (32, 8), 128, None),
+        ((600, 6000, 2000), (32, 8), 128, (64, 2)),  # a few of different lengths
+        ((60_000, 600_000, 200_000), (32, 8), 128, None),
+    ],
+)
+def test_half_of_the_ring_is_for_one_even_round_and_a_few_unlike_sequences(
+    lens: tuple[int, ...], heads: tuple[int, int], head_dim: int, half: tuple[int, int] | None
+) -> None:
+    hopper = tilelang_splitkv.MACHINES["sm_90a"]
+    shape = DecodeProblem(kv_lens=lens, heads_q=heads[0], heads_kv=heads[1], head_dim=head_dim)
+    choice = tilelang_splitkv.TUNING
+    whole = tilelang_splitkv.choose_tile(hopper, shape, choice)
+    assert takes_half(hopper, shape, choice, whole, 132) is (half is not None)
+    assert not takes_half(tilelang_splitkv.MACHINES["sm_80"], shape, choice, whole, 132)
+    for chosen in ({"block_n": 128}, {"num_splits": 2}, {"waves": 1}):
+        assert not takes_half(hopper, shape, {**choice, **chosen}, whole, 132)
+    if half is not None:
+        tile = tilelang_splitkv.choose_tile(hopper, shape, choice, half=True)
+        assert (tile.block_n, tile.num_stages) == half
