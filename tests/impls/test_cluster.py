@@ -30,6 +30,7 @@ from impls.tilelang_splitkv import HEAD_DIMS, TUNING, TileLangSplitKV
 from impls.tilelang_tile import choose_cluster, choose_tile, head_rows
 from tests.impls.cases import problem
 from tests.impls.lowering import lowered
+from tests.impls.running import right_and_equal_in_bits
 
 CPU = torch.device("cpu")
 H200_SMS = 132
@@ -300,17 +301,10 @@ def test_a_cluster_is_right(heads: tuple[int, int], head_dim: int, cluster: int)
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("cluster", [2, 16])
 def test_runs_back_to_back_are_equal_in_bits(cluster: int) -> None:
-    """200 launches, each put in place while the one before runs, into outputs of their own."""
     shape = problem(1001, 517, heads=(32, 8), head_dim=128, dtype="bfloat16")
     inputs = make_inputs(shape, 7, GPU)
     plan = TileLangSplitKV().plan(shape, GPU, {"num_splits": cluster, "cluster": cluster})
-    outputs = [plan.new_output() for _ in range(200)]
-    for output in outputs:
-        plan.run(inputs, output)
-    torch.cuda.synchronize()
-    assert all(same_bits(outputs[0], output) for output in outputs[1:])
-    result = compare(outputs[0], reference(inputs), shape)
-    assert result.ok, result.reason
+    right_and_equal_in_bits(plan, inputs, 200)
 
 
 @pytest.mark.gpu

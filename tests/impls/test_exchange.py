@@ -21,6 +21,7 @@ from impls.splits import make_table
 from impls.tilelang_splitkv import TileLangSplitKV
 from tests.impls.cases import problem
 from tests.impls.lowering import lowered
+from tests.impls.running import right_and_equal_in_bits
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -177,17 +178,10 @@ def test_an_exchange_is_right(heads: tuple[int, int], head_dim: int, splits: int
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("splits", [2, 8, 16])
 def test_runs_back_to_back_are_equal_in_bits(splits: int) -> None:
-    """500 launches, each put in place while the one before runs, into outputs of their own."""
     shape = problem(1001, heads=(32, 8), head_dim=128, dtype="bfloat16")
     inputs = make_inputs(shape, 7, GPU)
     plan = _exchange_plan(shape, splits)
-    outputs = [plan.new_output() for _ in range(500)]
-    for output in outputs:
-        plan.run(inputs, output)
-    torch.cuda.synchronize()
-    assert all(same_bits(outputs[0], output) for output in outputs[1:])
-    result = compare(outputs[0], reference(inputs), shape)
-    assert result.ok, result.reason
+    right_and_equal_in_bits(plan, inputs, 500)
 
 
 @pytest.mark.gpu

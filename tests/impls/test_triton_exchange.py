@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.check import check_plan, compare, poison_workspaces, same_bits
+from harness.check import check_plan, poison_workspaces, same_bits
 from harness.inputs import make_inputs
 from impls import triton_splitkv
 from impls.contract import DecodeOutput
@@ -18,6 +18,7 @@ from impls.triton_exchange import merge, pairs_at_a_time, send
 from impls.triton_splitkv import TritonPlan, TritonSplitKV
 from impls.triton_tile import block_d
 from tests.impls.cases import problem
+from tests.impls.running import right_and_equal_in_bits
 
 triton, tl = triton_splitkv.triton, triton_splitkv.tl
 
@@ -187,16 +188,9 @@ def test_an_exchange_is_right(heads: tuple[int, int], head_dim: int, splits: int
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "head_dim", "splits"), [((32, 8), 128, 2), ((8, 2), 64, 16), ((70, 1), 256, 40)])
 def test_runs_back_to_back_are_equal_in_bits(heads: tuple[int, int], head_dim: int, splits: int) -> None:
-    """200 launches, each put in place while the one before runs, into outputs of their own."""
     shape, plan = plans((1001,), heads, head_dim, splits)
     inputs = make_inputs(shape, 7, GPU)
-    outputs = [plan.new_output() for _ in range(200)]
-    for output in outputs:
-        plan.run(inputs, output)
-    torch.cuda.synchronize()
-    assert all(same_bits(outputs[0], output) for output in outputs[1:])
-    result = compare(outputs[0], reference(inputs), shape)
-    assert result.ok, result.reason
+    right_and_equal_in_bits(plan, inputs, 200)
 
 
 @pytest.mark.gpu
