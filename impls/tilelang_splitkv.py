@@ -72,6 +72,7 @@ try:
         compute_dtype,
         missing_compiler,
     )
+    from impls.tilelang_merge import LN_2, merge_more, merge_start, merged_lse, merged_value
     from impls.tilelang_tile import (
         SPACE,
         TILE_TUNING,
@@ -89,7 +90,6 @@ except Exception as error:  # its native libraries fail in more ways than Import
     raise ImplUnavailable(f"import tilelang: {type(error).__name__}: {error}") from error
 
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 """The head dims that are compiled and tested."""
@@ -104,47 +104,6 @@ TUNING: Mapping[str, Scalar] = {**SPLIT_TUNING, **TILE_TUNING}
 """What ``plan`` lets the caller choose."""
 
 logging.getLogger("tilelang").setLevel(logging.WARNING)  # one line for each compilation otherwise
-
-
-@T.macro
-def merge_start(merged, columns):
-    """Nothing merged yet: maximum -inf, sum 0 and columns 0 in ``merged``, ``[2 + columns]``."""
-    merged[0] = -T.infinity("float32")
-    for e in T.unroll(1, 2 + columns):
-        merged[e] = 0.0
-
-
-@T.macro
-def merge_more(merged, maxima, sums, values, splits, columns, scale_log2):
-    """Merge some columns of unnormalised splits into ``merged``; one without keys has the sum 0 and is left out.
-
-    Selected, not multiplied by 0: its maximum is -inf, and its columns may hold anything.
-    """
-    before = T.alloc_var("float32")
-    rescale = T.alloc_var("float32")
-    before = merged[0]
-    for s in T.unroll(splits):
-        merged[0] = T.if_then_else(sums[s] != 0, T.max(merged[0], maxima[s]), merged[0])
-    rescale = T.if_then_else(before > -T.infinity("float32"), T.exp2((before - merged[0]) * scale_log2), 0.0)
-    for e in T.unroll(1, 2 + columns):
-        merged[e] *= rescale
-    for s in T.unroll(splits):
-        rescale = T.exp2((maxima[s] - merged[0]) * scale_log2)
-        merged[1] += T.if_then_else(sums[s] != 0, sums[s] * rescale, 0.0)
-        for e in T.unroll(columns):
-            merged[2 + e] += T.if_then_else(sums[s] != 0, values[s, e] * rescale, 0.0)
-
-
-def merged_value(merged, column):
-    """A column of the output, from what was merged: 0 without keys."""
-    return T.if_then_else(merged[1] != 0, merged[2 + column] / merged[1], 0.0)
-
-
-def merged_lse(merged, scale_log2):
-    """The natural-log LSE of what was merged: -inf without keys."""
-    return T.if_then_else(
-        merged[1] != 0, (merged[0] * scale_log2 + T.log2(merged[1])) * LN_2, -T.infinity("float32")
-    )
 
 
 def split_kernel(
