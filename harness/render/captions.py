@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-from harness.render.findings import deep_note, own_counts, passed, reconciled
+from harness.render.decisions import leaders, same_text
+from harness.render.findings import ALIKE, beside, own_counts, passed, reconciled
 from harness.render.frame import Comparison, each
 from harness.render.groups import (
     ABOUT_EQUAL,
     MIN_BATCHES,
+    MIN_COUNTS,
     MIN_SEQUENCES,
     by_case,
     curves_of,
@@ -22,8 +25,19 @@ from harness.render.groups import (
     with_share,
 )
 from harness.render.plots_detail import parts_cases
+from harness.render.rows import PROBLEM_COLUMNS, split_counts_elsewhere
+from harness.render.tables import waiting_text, waits
 from harness.render.text import cases_text, code, hosts_sentence, join, us_text
 from harness.stats import CONFIDENCE
+
+FAR_APART = 1.25
+"""From so many times the smallest sample on a caption tells the largest; with such a step they are in groups."""
+
+NAMED = 3
+"""So many measurements a caption names."""
+
+COUNTS = "counts"
+"""The anchor of the section on split counts."""
 
 CPU_ONLY = "a run on a CPU makes no claim about speed"
 
@@ -47,13 +61,13 @@ class Caption:
 
 def _share(comparison: Comparison) -> str:
     rows = with_share(comparison)
-    count = rows.loc[rows.groupby("case")["share"].idxmax(), "label"].value_counts()
-    label = next(label for label in comparison.shown if count.get(label, 0) == count.max())
-    mine = rows[rows["label"] == label]
+    known = set(rows["impl"])
+    impl, count = next(((impl, n) for impl, n in leaders(comparison) if impl in known), (min(known), 0))
+    mine = rows[rows["impl"] == impl]
     low, high = mine.nsmallest(1, "share").iloc[0], mine.nlargest(1, "share").iloc[0]
     return (
-        f"{code(label)} is nearest to the bound on {count.max()} of {cases_text(len(comparison.cases))}, from"
-        f" {low['share']:.0f} % ({code(low['case'])}) to {high['share']:.0f} % ({code(high['case'])})."
+        f"{code(impl)} is fastest or tied on {count} of {cases_text(len(comparison.cases))}, and reaches"
+        f" {low['share']:.0f} % of the bound ({code(low['case'])}) to {high['share']:.0f} % ({code(high['case'])})."
     )
 
 
@@ -81,16 +95,14 @@ def memory_text(comparison: Comparison) -> str:
 
 
 def _slowdown(comparison: Comparison) -> str:
-    rows = comparison.impls[comparison.impls["label"].isin(comparison.shown)]
-    fastest = rows.loc[rows["slowdown"] == 1.0, "impl"].value_counts()
-    order = list(dict.fromkeys(rows["impl"]))
-    counts = [f"{code(impl)} on {fastest[impl]}" for impl in order if impl in fastest]
-    return f"Fastest by median, of {cases_text(len(comparison.cases))}: {join(counts)}."
+    counts = [f"{code(impl)} on {count}" for impl, count in leaders(comparison)]
+    return f"Fastest or tied, of {cases_text(len(comparison.cases))}: {join(counts)}."
 
 
 def _slowdown_reading(comparison: Comparison) -> str:
     rows = comparison.impls
     text = "A cell is latency over that of the case's fastest, paired by round; grey cells tie with it."
+    text += f" {same}" if (same := same_text(comparison)) else ""
     if comparison.has_fixed:
         text += " Each chooses its splits by itself here."
     if (rows["slowdown"].notna() & rows["splits_note"].notna()).any():
@@ -121,9 +133,9 @@ def _latency_reading(comparison: Comparison) -> str:
     text = ""
     if len(comparison.bounds):
         text = (
-            "Marks of one case stand side by side over a short stroke, which is its bound. The launch floor is the"
-            " bound's time extrapolated from its two smallest sizes to no bytes: what a kernel takes however little"
-            " it reads."
+            "Marks of one case stand side by side over a short stroke, which is its bound; those of this project's"
+            " kernels lie on top. The launch floor is the bound's time extrapolated from its two smallest sizes to"
+            " no bytes: what a kernel takes however little it reads."
         )
     return text + _without_keys(comparison, "kv_bytes")
 
@@ -176,12 +188,30 @@ def _parts_reading(comparison: Comparison) -> str:
             " The device's time is one bar: no record says which kernels it went to. `splitkv run STUDY --method"
             " kernels` records that."
         )
-    off = sum(not reconciled(row) for row in each(rows))
-    sums = f"on all of {len(rows)} bars" if not off else f"on {len(rows) - off} of {len(rows)} bars"
+    off = [row for row in each(rows) if not reconciled(row)]
+    m = f"{len(rows)} traced measurements"
+    sums = f"on all of {m}" if not off else f"on {len(rows) - len(off)} of {m}, and not for {_apart(off)}"
+    waiting = f" {waiting_text(comparison)}" if waits(comparison.impls).any() else ""
     return text + (
-        " Kernels are traced by CUPTI in a run of its own; a gap below zero (kernels that overlap) is not drawn."
-        f" The parts add up to the untraced time within 5 % or 1 µs {sums}.{_untraced(comparison)}"
+        f" Kernels are traced by CUPTI in a run of its own.{waiting} The parts add up to the untraced time within"
+        f" 5 % or 1 µs {sums}.{_untraced(comparison)}"
     )
+
+
+def _apart(off: Sequence[Any]) -> str:
+    """The measurements whose parts do not add up, and how far apart their samples lie where that is far."""
+    told, far = [], False
+    for row in off[:NAMED]:
+        samples = sorted((row.samples or {}).values())
+        text = f"{code(row.label)} on {code(row.case)}"
+        if samples and samples[-1] > FAR_APART * samples[0]:
+            far = far or any(b > FAR_APART * a for a, b in pairwise(samples))
+            text += f" (samples from {us_text(samples[0])} to {us_text(samples[-1])} µs)"
+        told.append(text)
+    if len(off) > NAMED:
+        told.append(f"{len(off) - NAMED} more")
+    why = "; times so far apart fall into separate groups, and a trace may meet another one than the time beside it"
+    return join(told) + (why if far else "")
 
 
 def _untraced(comparison: Comparison) -> str:
@@ -278,10 +308,6 @@ def _support(comparison: Comparison) -> str:
     return f"Ok, of {cases_text(len(comparison.cases))}: {join(counts)}."
 
 
-def _support_reading(comparison: Comparison) -> str:
-    return deep_note(comparison, comparison.impls[comparison.impls["label"].isin(comparison.shown)])
-
-
 def _nothing(comparison: Comparison) -> str:
     return ""
 
@@ -295,7 +321,19 @@ def _no_bound(comparison: Comparison) -> str:
 
 
 def _no_curve(comparison: Comparison) -> str:
-    return CPU_ONLY if comparison.functional else "the study asks for no case at several fixed split counts"
+    if comparison.functional:
+        return CPU_ONLY
+    text = "the study asks for no case at several fixed split counts"
+    if len(comparison.folders) != 1:
+        return text
+    [folder] = comparison.folders.values()
+    first = comparison.impls.drop_duplicates("case")
+    shapes = {row.case: tuple(getattr(row, key) for key in PROBLEM_COLUMNS) for row in each(first)}
+    found = split_counts_elsewhere(folder, comparison.runs, shapes, MIN_COUNTS)
+    if found is None:
+        return text
+    where, cases = found
+    return f"{text}; {beside(where, COUNTS)} does for {cases} of these {cases_text(len(shapes))}, {ALIKE}"
 
 
 def _no_sweep(comparison: Comparison) -> str:
@@ -358,7 +396,7 @@ CAPTIONS: Mapping[str, Caption] = {
         _skew_reading,
         _no_pair,
     ),
-    "support": Caption("Status of every implementation on every case", _support, _support_reading, _nothing),
+    "support": Caption("Status of every implementation on every case", _support, _nothing, _nothing),
 }
 """Name of a figure -> what stands beside it."""
 

@@ -303,6 +303,33 @@ def deep_check(folder: Path) -> dict[str, Any] | None:
     }
 
 
+def in_short(folder: Path) -> dict[str, str]:
+    """Implementation -> what its worst wrong answer in a folder's ``checks.jsonl`` means, in a clause."""
+    rows = [r for r in read(folder / CHECKS_FILE) if r["kind"] == "check" and r["check"] is not None]
+    wrong = [r for r in rows if r["status"] == "wrong"]
+    told = {}
+    for label in _labels(wrong):
+        mine = [r for r in wrong if _label(r) == label]
+        groups: dict[tuple[str, str], list[tuple[Record, Mapping[str, Any]]]] = {}
+        for r in mine:
+            for p in r["check"].get("probes", ()):
+                if not p["ok"]:
+                    groups.setdefault((p["family"], p["probe"]), []).append((r, p))
+        if not groups:
+            continue
+        place = max(groups, key=lambda key: max(largest_share(p) for _, p in groups[key]))
+        family, probe = place
+        found = [p for _, p in groups[place]]
+        error = max(p["rel_row"] or 0.0 for p in found)
+        if all(p["finite"] for p in found) and error >= SMALL_ERROR:
+            told[label] = f"a row is off by up to {number_text(100 * error, 3)} % of its own size"
+        else:
+            told[label] = _meaning(probe, found, clean=all(_right_on(r, family) for r, _ in groups[place]))
+        if probe == "values" and family in FAMILY_NOTES:
+            told[label] += f", on {code(family)} inputs ({FAMILY_NOTES[family].partition(':')[0]})"
+    return told
+
+
 def _probe_notes(rows: Sequence[Record]) -> list[str]:
     """What each family and each probe of these checks is, in a few words."""
     families, probes = [], []

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from harness import stats
+from harness.render.checks import in_short
 from harness.render.decisions import leaders, on_devices, paired, splits_text
 from harness.render.frame import Comparison, impl_of
 from harness.render.groups import curves_of
-from harness.render.rows import checked_elsewhere
 from harness.render.text import cases_text, code, join, linked, percent_text
 from impls.catalog import ABLATIONS, OURS
 
 FEW_PEERS = 3
 """From so many peers on, a sentence does not name them."""
+
+ALIKE = "at the same commit and on a GPU of the same name"
+"""What a report that another one points to has in common with it."""
 
 DEEP = "deep"
 """The anchor of the section on what ``splitkv check`` found."""
@@ -99,30 +103,40 @@ def _in_depth(comparison: Comparison) -> list[str]:
     before = _faulty(comparison, "status", ("wrong",))
     first = f"In the check before each timing {before}" if before else "Right in the check before each timing"
     if rows["deep"].isna().all():
-        return [f"{first}; {_deeper_elsewhere(comparison)}."]
+        return [f"{first}; {_deeper_elsewhere(comparison)}.", *_what_it_means(comparison)]
     deeper = linked("deeper check", deep_anchor(comparison))
     later = _faulty(comparison, "deep", ("wrong", "failed", "invalid"))
-    return [f"{first}; in the {deeper} {later}." if later else f"{first}, and in the {deeper}."]
+    said = f"{first}; in the {deeper} {later}." if later else f"{first}, and in the {deeper}."
+    return [said, *_what_it_means(comparison)]
+
+
+def _what_it_means(comparison: Comparison) -> list[str]:
+    """What is wrong with each implementation that the deeper check found wrong, in a clause each."""
+    if not comparison.faulty or len(comparison.folders) != 1:
+        return []
+    [own] = comparison.folders.values()
+    short = in_short(own if comparison.elsewhere is None else comparison.elsewhere.folder)
+    told = [f"How {code(label)} is wrong: {short[label]}." for label in comparison.shown if label in short]
+    return [" ".join(told)] if told else []
 
 
 def _deeper_elsewhere(comparison: Comparison) -> str:
     """Where the deeper check of the same kernels stands, for a study without one of its own."""
-    found = None
-    if len(comparison.folders) == 1:
-        [folder] = comparison.folders.values()
-        impls = list(dict.fromkeys(map(impl_of, comparison.series)))
-        found = checked_elsewhere(folder, comparison.runs, impls)
+    found = comparison.elsewhere
     if found is None:
         return "no deeper check was recorded"
     told = [
         f"{code(impl)} is right on {right} of {tried}{'' if i else ' cases'}"
         for i, (impl, (right, tried)) in enumerate(found.counts.items())
     ]
-    name = found.folder.name
     return (
-        f"the deeper check of the same kernels, at the same commit and on a GPU of the same name, stands in"
-        f" [{name}](../{name}/README.md#{DEEP}), where {join(told)}"
+        f"the deeper check of the same kernels, {ALIKE}, stands in {beside(found.folder, DEEP)}, where {join(told)}"
     )
+
+
+def beside(folder: Path, anchor: str, text: str = "") -> str:
+    """A link to a place in the report of a folder beside this one, called by its name unless there is a text."""
+    return f"[{text or folder.name}](../{folder.name}/README.md#{anchor})"
 
 
 def _faulty(comparison: Comparison, column: str, words: Sequence[str]) -> str:
@@ -154,6 +168,18 @@ def faulty_in_depth(rows: pd.DataFrame) -> pd.Series[Any]:
 def deep_mark(row: Any) -> str:
     """The mark of a row that is not right in the deeper check; :func:`deep_note` says what it means."""
     return "†" if row.deep not in (None, "ok") else ""
+
+
+def faulty_note(comparison: Comparison, labels: Iterable[str], *, cells: bool = False) -> str:
+    """What the mark beside a name means (:func:`harness.render.looks.named`), where one of the labels has it."""
+    if not comparison.faulty.intersection(labels):
+        return ""
+    found = comparison.elsewhere
+    if found is not None:
+        where = beside(found.folder, DEEP, "deeper check")
+        return f"† not right on some case of the {where} of the same kernels, in {code(found.folder.name)}."
+    on = ": beside a name on some case, in a cell on that case" if cells else " on some case"
+    return f"† not right in the {linked('deeper check', deep_anchor(comparison))}{on}."
 
 
 def deep_note(comparison: Comparison, rows: pd.DataFrame) -> str:

@@ -28,8 +28,10 @@ from harness.record import (
 )
 from harness.render.rows import (
     PROBLEM_COLUMNS,
+    CheckedElsewhere,
     Row,
     add_ratios,
+    checked_elsewhere,
     deep_checks_of,
     device_of,
     newest,
@@ -91,6 +93,7 @@ COLUMNS: Mapping[str, type] = {
     "slowdown_high": float,
     "slowdown_rounds": object,
     "tied": object,
+    "same_as": str,
     "ahead": float,
     "ahead_low": float,
     "ahead_high": float,
@@ -105,12 +108,18 @@ COLUMNS: Mapping[str, type] = {
     "others_us": float,
     "gap_us": float,
     "between_us": float,
+    "main_net_us": float,
+    "others_net_us": float,
+    "gap_net_us": float,
+    "between_net_us": float,
     "kernel_names": object,
     "compile_ms": float,
     "plan_us": float,
     "num_splits": object,
     "splits_max": float,
     "work_items": float,
+    "splits_total": float,
+    "ran": object,
     "splits_note": str,
     "config": str,
     "library": str,
@@ -140,12 +149,16 @@ class Comparison:
             without it. Times are µs (``us`` is a median, ``us_low`` and ``us_high`` its
             95 % interval) and are there for status ``ok`` alone; sizes are bytes. ``share`` is the bound's
             time over this one, in %; ``slowdown`` this time over that of the case's fastest
-            among :attr:`shown`, and ``tied`` whether :func:`harness.stats.verdict` calls that a tie; ``ahead``
+            among :attr:`shown`, and ``tied`` whether :func:`harness.stats.verdict` calls that a tie; ``same_as``
+            is, for an ablation, which of our kernels ran the very same there (``ran`` is equal), and such a row is
+            no case's fastest; ``ahead``
             the time of the case's fastest ``peer`` over this one, for the kernels of this project, and
             ``verdict`` what that makes this one. Each of the three has its interval in ``_low`` and
             ``_high``, and its values round by round in ``_rounds``. What ``profiled_us`` (a call, untraced)
             consists of is from a run of method ``kernels``: the longest kernel in ``main_us``, all others in
-            ``others_us``, ``gap_us`` among them and ``between_us`` to the next call, in all ``traced_us``.
+            ``others_us``, ``gap_us`` among them and ``between_us`` to the next call, in all ``traced_us``; and
+            in ``main_net_us`` and so on without the time in which a kernel waits for the one before it.
+            ``splits_total`` is how many splits all sequences have, for our kernels.
             ``deep`` is the status that ``splitkv check`` gave it, None where that did not try it.
         ceilings: the device's read ceiling in GB/s, by run id.
         folders: what each study is called -> its folder.
@@ -204,6 +217,23 @@ class Comparison:
     def functional(self) -> bool:
         """Whether every run was on a CPU, so that times show that kernels run and not how fast they are."""
         return all(run["env"].get("device") == "cpu" for run in self.runs)
+
+    @cached_property
+    def elsewhere(self) -> CheckedElsewhere | None:
+        """The deeper check of the same kernels in a study beside this one, where this one has none of its own."""
+        if len(self.folders) != 1 or self.impls["deep"].notna().any():
+            return None
+        [folder] = self.folders.values()
+        return checked_elsewhere(folder, self.runs, list(dict.fromkeys(map(impl_of, self.series))))
+
+    @cached_property
+    def faulty(self) -> frozenset[str]:
+        """The series that the deeper check, or else :attr:`elsewhere`, did not find right on all cases it tried."""
+        rows = self.impls[self.impls["deep"].notna() & (self.impls["deep"] != "ok")]
+        if self.elsewhere is None:
+            return frozenset(rows["label"])
+        wrong = {impl for impl, (right, tried) in self.elsewhere.counts.items() if right < tried}
+        return frozenset(label for label in self.series if impl_of(label) in wrong)
 
     def table(self, column: str) -> pd.DataFrame:
         """``[cases, series]`` of one column of the implementations' rows."""

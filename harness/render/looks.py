@@ -193,15 +193,19 @@ def legend(
     """One legend above the axes: ``series``, ``others`` and, if ``missing``, what has no mark at all and why."""
     styles = styles_of(comparison.series)
     handles = [
-        Line2D([], [], color=styles[s][0], marker=styles[s][1], linestyle="none", markersize=6.5, label=s)
+        Line2D([], [], color=styles[s][0], marker=styles[s][1], linestyle="none", label=named(comparison, s))
         for s in series
     ]
+    for handle in handles:
+        handle.set_markersize(6.5)
     others = others or {}
     handles += [Line2D([], [], label=label, **{"linewidth": 1.6} | dict(style)) for label, style in others.items()]
     for label in comparison.shown if missing else ():
         if label not in series:
             words = comparison.impls.loc[comparison.impls["label"] == label, "status"].unique()
-            handles.append(Line2D([], [], linestyle="none", label=f"{label}: {', '.join(words)}"))
+            handles.append(
+                Line2D([], [], linestyle="none", label=f"{named(comparison, label)}: {', '.join(words)}")
+            )
     made = figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)), columnspacing=1.6)
     for text in made.get_texts()[len(series) + len(others) :]:
         text.set_color("#777777")
@@ -223,9 +227,14 @@ def case_labels(comparison: Comparison, cases: Sequence[str]) -> list[str]:
     ]
 
 
-def series_ticks(series: Sequence[str]) -> list[str]:
-    """Labels of series on lines short enough for a column of a matrix."""
-    return [re.sub(r"-(?=[a-z])", "-\n", label).replace(" ", "\n") for label in series]
+def named(comparison: Comparison, label: str) -> str:
+    """A series as a figure names it: marked where the deeper check did not find it right on some case."""
+    return label + "†" * (label in comparison.faulty)
+
+
+def series_ticks(comparison: Comparison, series: Sequence[str]) -> list[str]:
+    """Names of series on lines short enough for a column of a matrix."""
+    return [re.sub(r"-(?=[a-z])", "-\n", named(comparison, label)).replace(" ", "\n") for label in series]
 
 
 def word_size(columns: int, most: float) -> float:

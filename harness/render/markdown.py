@@ -8,10 +8,11 @@ from typing import Any
 
 from harness.record import STREAM_READ
 from harness.render import tables
-from harness.render.captions import CAPTIONS
+from harness.render.captions import CAPTIONS, COUNTS
+from harness.render.decisions import same_text
 from harness.render.figures import FIGURES, Drawn
-from harness.render.findings import DEEP, FEW_PEERS, headline, peers_of
-from harness.render.frame import Comparison
+from harness.render.findings import DEEP, FEW_PEERS, faulty_note, headline, peers_of
+from harness.render.frame import Comparison, impl_of
 from harness.render.repeats import Repeat, repeat_section, within_rounds
 from harness.render.template import Picture, fill
 from harness.render.text import bytes_text, code, escape, hosts_sentence, join, versions
@@ -29,6 +30,12 @@ METHODS: Mapping[str, str] = {
     " kernel of a call runs.",
     "wall": "Method `wall`: host time around a call, repeated. It shows that a kernel runs, not how fast it could.",
 }
+WHAT_TO_RUN = "decisions"
+"""The anchor of the section that says what to run."""
+
+OVERLAP_US = 0.5
+"""A call that starts so long before the end of the one before overlaps with it; less may be the trace."""
+
 CACHES: Mapping[str, str] = {
     "cold": "Cache `cold`: input sets rotate, so that between two uses of one set at least three times the"
     " device's L2 cache of other data is read.",
@@ -60,7 +67,7 @@ def context(comparison: Comparison, folder: Path, repeat: Repeat | None = None) 
         "has_fixed": comparison.has_fixed,
         "decisions": tables.decisions(comparison),
         "decisions_note": tables.decisions_note(comparison),
-        "within_rounds": within_rounds(repeat),
+        "within_rounds": within_rounds(comparison, repeat),
         "repeat": None if repeat is None else repeat_section(repeat),
         "runs": tables.runs(comparison),
         "summary": tables.summary(comparison),
@@ -71,11 +78,14 @@ def context(comparison: Comparison, folder: Path, repeat: Repeat | None = None) 
         "against": tables.against(comparison),
         "splits": tables.splits(comparison),
         "parts": tables.parts(comparison),
+        "counts_anchor": COUNTS,
+        "waiting": tables.waiting_text(comparison),
         "hosts": hosts_sentence(comparison.runs),
         "support_counts": tables.support_counts(comparison),
         "support": tables.support(comparison),
         "support_note": tables.support_note(comparison),
         "deep_anchor": DEEP,
+        "decisions_anchor": WHAT_TO_RUN,
         "reasons": tables.reasons(comparison),
         "cases": tables.cases(comparison),
         "method": _method(comparison),
@@ -97,6 +107,7 @@ def _picture(comparison: Comparison, drawn: Drawn | None) -> Picture | None:
     sentences = [said.finding(comparison), said.reading(comparison).strip()]
     if drawn.left_out:
         sentences.append(f"{drawn.left_out} of {len(comparison.cases)} cases are not drawn; the tables have all.")
+    sentences.append(faulty_note(comparison, comparison.shown, cells=drawn.name == "support"))
     sentences.append(f"[The measurements behind it](#{tables.MEASUREMENTS}).")
     return Picture(drawn.name, said.alt, " ".join(filter(None, sentences)))
 
@@ -132,7 +143,8 @@ def _summary_note(comparison: Comparison) -> str:
         f" {round(100 * CONFIDENCE)} % intervals. A peer is an implementation that this project did not write"
         f"{peers}; below 1 × ahead it is faster. Ratios are formed inside one run and case only, and paired by"
         " round. Compiling is the longest first plan of any case; where a cache on disk holds the kernel already,"
-        f" nothing is compiled in it.{fixed}"
+        f" nothing is compiled in it.{fixed} Fastest or tied is meant as under [What to run](#{WHAT_TO_RUN})."
+        f" {same_text(comparison)}".rstrip()
     )
 
 
@@ -177,12 +189,39 @@ def _method(comparison: Comparison) -> list[str]:
             f"{throttled} samples were throttled. They are counted beside n, and left out of a median unless all"
             " of its samples were."
         )
+    paragraphs += _from_call_to_call(comparison)
     units = "Units: µs per call"
     if not comparison.functional:
         units += "; GB/s with 1e9 bytes, of K, V, q and output (of K and V alone for the bound)"
         units += "; TFLOP/s of 4 · heads\\_q · keys · head\\_dim operations"
     paragraphs.append(f"{units}.")
     return paragraphs
+
+
+def _from_call_to_call(comparison: Comparison) -> list[str]:
+    """What a time per call is in a graph of many, and whose calls overlap with the one before, as far as traced."""
+    if comparison.functional or not comparison.impls["method"].isin(["graph", "graph-warm"]).any():
+        return []
+    text = "µs per call is the time from call to call in such a graph."
+    rows, bounds = comparison.impls, comparison.bounds
+    early = set(rows.loc[rows["between_us"] < -OVERLAP_US, "impl"])
+    names = [code(impl) for impl in dict.fromkeys(map(impl_of, comparison.series)) if impl in early]
+    if names:
+        text += (
+            f" Traces show calls of {join(names)} overlapping with the call before: the first kernel is put in"
+            " place while that one still runs (programmatic dependent launch), so its start is hidden, all or in"
+            " part, behind that call."
+        )
+        pauses = bounds["between_us"].dropna()
+        if len(pauses) and pauses.min() >= 0:
+            ends = dict.fromkeys(f"{us:.2f}" for us in (pauses.min(), pauses.max()))
+            text += (
+                f" The bound's kernel is launched the plain way: from the end of one to the start of the next,"
+                f" {' to '.join(ends)} µs pass, and they are in its time."
+            )
+        elif len(pauses):
+            text += " So may those of the bound's kernel."
+    return [text]
 
 
 def _command(comparison: Comparison) -> str:

@@ -135,18 +135,21 @@ def parts(comparison: Comparison) -> Figure | None:
         case, on_host = cases[i % len(cases)], i >= len(cases)
         rows = comparison.impls[comparison.impls["case"] == case].set_index("label").reindex(series)
         urls = [looks.url_of(anchor) for anchor in rows["anchor"]]
-        stacked, colours = (host_parts(rows), HOST_COLOURS) if on_host else (device_parts(rows), DEVICE_COLOURS)
-        _draw_bars(ax, stacked, colours, urls)
+        if on_host:
+            _draw_bars(ax, host_parts(rows), HOST_COLOURS, urls)
+        else:
+            _draw_bars(ax, device_parts(rows), DEVICE_COLOURS, urls)
         _say_what_is_missing(ax, host_words(rows) if on_host else device_words(rows, any_traced=any_traced))
-        ax.set_yticks(range(len(series)) if i % len(cases) == 0 else [], series if i % len(cases) == 0 else [])
+        names = [looks.named(comparison, label) for label in series] if i % len(cases) == 0 else []
+        ax.set_yticks(range(len(names)), names)
         if not on_host:
             ax.set_title(looks.case_labels(comparison, [case])[0])
         ax.set_xlabel(f"µs on the {'host' if on_host else 'device'}")
     drawn = comparison.impls[comparison.impls["case"].isin(cases) & comparison.impls["label"].isin(series)]
-    names = {name: colour for name, colour in DEVICE_COLOURS.items() if any_traced or name == NOT_TRACED}
+    colours = {name: colour for name, colour in DEVICE_COLOURS.items() if any_traced or name == NOT_TRACED}
     if drawn["traced_us"].notna().all():
-        del names[NOT_TRACED]
-    handles = [Patch(color=colour, label=name) for name, colour in (names | dict(HOST_COLOURS)).items()]
+        del colours[NOT_TRACED]
+    handles = [Patch(color=colour, label=name) for name, colour in (colours | dict(HOST_COLOURS)).items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)))
     return figure
 
@@ -167,10 +170,10 @@ def _with_parts(comparison: Comparison) -> pd.DataFrame:
 
 
 def device_parts(rows: pd.DataFrame) -> dict[str, pd.Series[float]]:
-    """Part -> µs of each row; what was not traced is one part."""
+    """Part -> µs of each row, without waiting, so that they add up; what was not traced is one part."""
     untraced = rows["us"].where(rows["traced_us"].isna())
-    values = (rows["main_us"], rows["others_us"], rows["gap_us"], rows["between_us"], untraced)
-    return dict(zip(DEVICE_COLOURS, values, strict=True))
+    values = [rows[f"{part}_net_us"] for part in ("main", "others", "gap", "between")]
+    return dict(zip(DEVICE_COLOURS, (*values, untraced), strict=True))
 
 
 def host_parts(rows: pd.DataFrame) -> dict[str, pd.Series[float]]:

@@ -21,6 +21,7 @@ from harness.render.frame import Comparison, each
 from harness.render.groups import Sweep, launch_floor, pairs_of, sweeps_of, thinned
 from harness.render.looks import BOUND_COLOUR, QUIET_COLOUR, TIE_COLOUR, WORD_COLOURS
 from harness.render.text import bytes_text
+from impls.catalog import OURS
 
 FLOOR_LINE: dict[str, Any] = {"color": "#888888", "linestyle": (0, (1, 2)), "linewidth": 1.4}
 CEILING_LINE: dict[str, Any] = {"color": "#888888", "linestyle": (0, (4, 3)), "linewidth": 1.2}
@@ -51,7 +52,7 @@ def draw_share(comparison: Comparison, ax: Axes, cases: Sequence[str]) -> Axes:
     ax.axvline(100, color=BOUND_COLOUR, linewidth=1.6, zorder=1)
     for label, mine in rows.groupby("label", sort=False):
         ax.hlines(mine["y"], mine["share_low"], mine["share_high"], color=styles[str(label)][0], linewidth=1.2)
-    looks.scatter(comparison, rows, x="share", y="y", ax=ax)
+    looks.scatter(comparison, _ours_last(rows), x="share", y="y", ax=ax)
     ax.set_xlim(0, max(104.0, 1.02 * float(rows["share_high"].max())))
     ax.set_ylim(len(cases) - 0.5, -0.5)
     ax.set_yticks(range(len(cases)), looks.case_labels(comparison, cases))
@@ -138,7 +139,7 @@ def draw_matrix(comparison: Comparison, ax: Axes, cases: Sequence[str], look: An
     ax.set_xlim(0, len(series))
     ax.set_ylim(len(cases), 0)
     ax.set_yticks(np.arange(len(cases)) + 0.5, looks.case_labels(comparison, cases), rotation=0)
-    ax.set_xticks(np.arange(len(series)) + 0.5, looks.series_ticks(series), rotation=0)
+    ax.set_xticks(np.arange(len(series)) + 0.5, looks.series_ticks(comparison, series), rotation=0)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
     ax.grid(False)
@@ -188,7 +189,7 @@ def draw_latency(comparison: Comparison, ax: Axes, device: str) -> dict[str, dic
     places = (bounds["kv_bytes"] / aside, bounds["kv_bytes"] * aside)
     ax.hlines(bounds["us"], *places, color=BOUND_COLOUR, linewidth=1.6, zorder=2)
     rows = rows.assign(x=rows["kv_bytes"] * 10 ** looks.offsets(rows["label"], series, width=width))
-    looks.scatter(comparison, rows, x="x", y="us", ax=ax)
+    looks.scatter(comparison, _ours_last(rows), x="x", y="us", ax=ax)
     if comparison.functional:
         ax.set_title("a CPU run: the kernels run and are checked, no claim about speed", color=QUIET_COLOUR)
     ax.set_xscale("log")
@@ -198,6 +199,12 @@ def draw_latency(comparison: Comparison, ax: Axes, device: str) -> dict[str, dic
     ax.set_xlabel("bytes of K and V (marks of one case stand side by side)")
     ax.set_ylabel("latency, median")
     return lines
+
+
+def _ours_last(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows in the order in which they are drawn for ours to lie on top, the first implementation last."""
+    ours = rows["impl"].isin(OURS)
+    return pd.concat([rows[~ours], rows[ours].iloc[::-1]])
 
 
 def batch(comparison: Comparison) -> Figure | None:

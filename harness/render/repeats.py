@@ -17,7 +17,9 @@ from typing import Any
 from harness import stats
 from harness.record import REPEAT_FILE, STREAM_READ, RecordError, read, records_file
 from harness.render.changes import Change, Key, Result, compare_files
+from harness.render.findings import ALIKE, beside
 from harness.render.frame import Comparison, each, load
+from harness.render.rows import repeated_elsewhere
 from harness.render.template import Table
 from harness.render.text import (
     ABSENT,
@@ -107,10 +109,15 @@ def read_repeat(first: Comparison, folder: Path) -> Repeat | None:
     return Repeat(first, load([folder], file=REPEAT_FILE, anchor="p"), result, path)
 
 
-def within_rounds(repeat: Repeat | None) -> str:
+def within_rounds(comparison: Comparison, repeat: Repeat | None) -> str:
     """What the intervals of a report leave out, and where it is told."""
     if repeat is None or not (told := _ours(repeat)):
-        return "Intervals are of the rounds of one run: what differs from run to run is not in them."
+        text = "Intervals are of the rounds of one run: what differs from run to run is not in them"
+        where = None
+        if repeat is None and not comparison.functional and len(comparison.folders) == 1:
+            [folder] = comparison.folders.values()
+            where = repeated_elsewhere(folder, comparison.runs, list(dict.fromkeys(comparison.impls["impl"])))
+        return f"{text}." if where is None else f"{text}; {beside(where, ANCHOR)} tells of two runs, {ALIKE}."
     return (
         "Intervals are of the rounds of one run; what differs"
         f" {linked('from run to run', ANCHOR)} comes on top: {told}."
@@ -143,7 +150,28 @@ def _sentences(repeat: Repeat) -> list[str]:
     ]
     if told := _ours(repeat):
         sentences.append(f"{told[0].upper()}{told[1:]}.")
+    if told := _bound_moved(repeat):
+        sentences.append(told)
     return sentences
+
+
+def _bound_moved(repeat: Repeat) -> str:
+    """On which case the bound itself differs most, which every time over it shows; empty where it does not."""
+    plain = {} if repeat.first.functional else _as_they_are(repeat, STREAM_READ)
+    if not plain:
+        return ""
+    case = max(plain, key=lambda name: abs(math.log(plain[name])))
+    if (by := _percent(plain[case])) == _percent(1.0):
+        return ""
+    old, new = repeat.pairs[case, STREAM_READ]
+    ratios = [found for label in repeat.first.shown if (found := _over_bound(repeat, label))]
+    there = sum(max(found, key=lambda name: abs(math.log(found[name]))) == case for found in ratios)
+    first, second = linked(us_text(old.us), old.anchor), linked(us_text(new.us), new.anchor)
+    text = (
+        f"The bound itself differs most on {code(case)}, {first} → {second} µs ({by}), and every time ÷ bound of"
+        " that case shows it"
+    )
+    return f"{text}: {there} of {len(ratios)} implementations differ most there." if there else f"{text}."
 
 
 def _ours(repeat: Repeat) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ from harness import cost, stats
 from harness.record import (
     CHECKS_FILE,
     READ_CEILING,
+    REPEAT_FILE,
     STREAM_READ,
     Record,
     RecordError,
@@ -62,11 +64,25 @@ def row_of(record: Record) -> Row:
     row |= {key: config.get(key) for key in ("library", "version", "function")}
     row |= {"label": series_label(record), "config": _settings(config)} | times_of(record)
     row |= _asked_splits(config.get("asked") or {}, record["impl"])
+    if record["impl"] in (*OURS, *ABLATIONS):
+        row |= _as_it_ran(row, config, problem)
     if (us := row.get("us")) is not None:
         is_bound = record["role"] == "bound"
         row["gbps"] = cost.gbps(problem.kv_bytes if is_bound else cost.io_bytes(problem), us)
         row["tflops"] = None if is_bound else cost.tflops(cost.flops(problem), us)
     return row
+
+
+def _as_it_ran(row: Row, config: Mapping[str, Any], problem: DecodeProblem) -> Row:
+    """What tells whether two of our plans are one kernel with the same splits, and how many splits there are."""
+    splits, items, block_h = (config.get(key) for key in ("splits_max", "work_items", "block_h"))
+    if splits is None or items is None:
+        return {}
+    ran: Row = {"ran": (row["config"], splits, items)}
+    if block_h:  # a CTA takes one split, one KV head and up to block_h of the query heads that share it
+        total = items / (problem.heads_kv * math.ceil(problem.heads_q / problem.heads_kv / block_h))
+        ran["splits_total"] = total if total == int(total) else None
+    return ran
 
 
 def _asked_splits(asked: Mapping[str, Any], impl: str) -> Row:
@@ -96,18 +112,37 @@ def profiles_of(folder: Path) -> dict[tuple[str, str, str], Row]:
         found = (record["timing"] or {}).get("breakdown")
         if found is not None and record["status"] == "ok" and record["case"] is not None:
             times = [kernel["us"] for kernel in found["kernels"]]
+            main, others = max(times), sum(times) - max(times)
             if record["run_id"] not in devices:
                 raise RecordError(f"{path}: expected a run record of {record['run_id']}, got none")
             profiles[record["case"], series_label(record), devices[record["run_id"]]] = {
                 "profiled_us": found["total_us"],
                 "traced_us": found["traced_us"],
-                "main_us": max(times),
-                "others_us": sum(times) - max(times),
+                "main_us": main,
+                "others_us": others,
                 "gap_us": found["gap_us"],
                 "between_us": found["between_us"],
                 "kernel_names": tuple(kernel["name"] for kernel in found["kernels"]),
+                **_without_waiting(main, others, found["gap_us"], found["between_us"]),
             }
     return profiles
+
+
+def _without_waiting(main: float, others: float, gap: float, between: float) -> Row:
+    """The parts of a call without the time in which a kernel, already in place, waits for the one before it.
+
+    A gap or a pause below 0 is such an overlap, in both kernels' durations. That with the call before is taken off
+    the longest kernel, that within the call off the others, and what exceeds one of them off the other one: nothing
+    is below 0, and the sum stays what it was.
+    """
+    main, others = main + min(0.0, between), others + min(0.0, gap)
+    main, others = main + min(0.0, others), others + min(0.0, main)
+    return {
+        "main_net_us": max(0.0, main),
+        "others_net_us": max(0.0, others),
+        "gap_net_us": max(0.0, gap),
+        "between_net_us": max(0.0, between),
+    }
 
 
 def deep_checks_of(folder: Path) -> dict[tuple[str, str], str]:
@@ -149,12 +184,7 @@ def checked_elsewhere(folder: Path, runs: Iterable[Record], impls: Sequence[str]
         The first folder by name in which any of the implementations was checked, or None. A run whose commit is
         not known, or that had local changes, is of no other's commit.
     """
-    mine = {key for run in runs if (key := _code_and_gpu(run)) is not None}
-    for path in sorted(folder.resolve().parent.glob(f"*/{CHECKS_FILE}")):
-        if path.parent == folder.resolve():
-            continue
-        records = read(path)
-        alike = {r["run_id"] for r in records if r["kind"] == "run" and _code_and_gpu(r) in mine}
+    for path, records, alike in _beside(folder, runs, CHECKS_FILE):
         counts: dict[str, tuple[int, int]] = {}
         for impl in impls:
             told = [
@@ -170,6 +200,65 @@ def checked_elsewhere(folder: Path, runs: Iterable[Record], impls: Sequence[str]
         if counts:
             return CheckedElsewhere(path.parent, counts)
     return None
+
+
+def split_counts_elsewhere(
+    folder: Path, runs: Iterable[Record], shapes: Mapping[str, Sequence[Any]], min_counts: int
+) -> tuple[Path, int] | None:
+    """The study beside another that times its cases at fixed split counts: of the same commit and GPU name.
+
+    Args:
+        folder: of the study.
+        runs: its ``run`` records.
+        shapes: its cases -> the values of :data:`PROBLEM_COLUMNS`.
+        min_counts: the fewest fixed split counts of one implementation that count.
+
+    Returns:
+        The folder that has the most of the cases, the first of them by name, and how many; None where none has any.
+    """
+    best: tuple[Path, int] | None = None
+    for path, records, alike in _beside(folder, runs, records_file()):
+        counts: dict[tuple[str, str], set[int]] = {}
+        for record in records:
+            if record["kind"] == "measurement" and record["role"] == "impl" and record["run_id"] in alike:
+                problem = DecodeProblem.from_dict(record["problem"])
+                told = _asked_splits(record["config"].get("asked") or {}, record["impl"])
+                shape = tuple(getattr(problem, key) for key in PROBLEM_COLUMNS)
+                if record["status"] == "ok" and told["asked_splits"] and shape == shapes.get(record["case"]):
+                    counts.setdefault((record["case"], told["family"]), set()).add(told["asked_splits"])
+        cases = len({case for (case, _), asked in counts.items() if len(asked) >= min_counts})
+        if cases and (best is None or cases > best[1]):
+            best = path.parent, cases
+    return best
+
+
+def repeated_elsewhere(folder: Path, runs: Iterable[Record], impls: Sequence[str]) -> Path | None:
+    """The first folder beside a study with two runs of some of its implementations, of the same code and GPU."""
+    first = {path.parent: alike for path, _, alike in _beside(folder, runs, records_file())}
+    for path, records, alike in _beside(folder, runs, REPEAT_FILE):
+        again = {r["impl"] for r in records if r["kind"] == "measurement" and r["run_id"] in alike}
+        if first.get(path.parent) and again.intersection(impls):
+            return path.parent
+    return None
+
+
+def _beside(
+    folder: Path, runs: Iterable[Record], name: str
+) -> Iterator[tuple[Path, Sequence[Record], Collection[str]]]:
+    """Each file of a name in folders beside one: its path, records, and which runs are of the same code and GPU.
+
+    A run whose commit is not known, or that had local changes, is of no other's commit; a file without such a run
+    is left out.
+    """
+    mine = {key for run in runs if (key := _code_and_gpu(run)) is not None}
+    for path in sorted(folder.resolve().parent.glob(f"*/{name}")):
+        # A look for the commit alone is quick, where reading every record is not.
+        if path.parent == folder.resolve() or not any(git.encode() in path.read_bytes() for git, _ in mine):
+            continue
+        records = read(path)
+        alike = {r["run_id"] for r in records if r["kind"] == "run" and _code_and_gpu(r) in mine}
+        if alike:
+            yield path, records, alike
 
 
 def _code_and_gpu(run: Record) -> tuple[str, str] | None:
@@ -228,6 +317,8 @@ def add_ratios(
         bound = next((row for row in group if row["impl"] == STREAM_READ), None)
         impls = [row for row in group if row["role"] == "impl"]
         rivals = [row for row in impls if shown is None or row["label"] in shown]
+        _name_the_same(rivals)
+        rivals = [row for row in rivals if row.get("same_as") is None]
         best = min(rivals or impls, key=lambda row: row["us"], default=None)
         peers = [row for row in impls if row["impl"] not in (*OURS, *ABLATIONS)]
         peer = min(peers, key=lambda row: row["us"], default=None)
@@ -241,6 +332,15 @@ def add_ratios(
                 ahead = _set_ratio(row, "ahead", peer, row)
                 if ahead is not None:
                     row |= {"peer": peer["label"], "verdict": stats.verdict(ahead.inverse(), smallest)}
+
+
+def _name_the_same(rivals: Iterable[Row]) -> None:
+    """Put into the row of an ablation which of our kernels ran the very same there: it is no rival of that one."""
+    rivals = list(rivals)
+    for row in rivals:
+        if row["impl"] in ABLATIONS and row.get("ran") is not None:
+            same = (r["label"] for r in rivals if r["impl"] in OURS and r.get("ran") == row["ran"])
+            row["same_as"] = next(same, None)
 
 
 def _set_ratio(row: Row, name: str, over: Row, under: Row, *, factor: float = 1.0) -> stats.Estimate | None:

@@ -14,17 +14,22 @@ from harness.record import STREAM_READ, flatten, records_file
 from harness.render.decisions import (
     against_own_text,
     decide,
+    leading,
+    leading_text,
     margin_text,
     on_devices,
     paired,
+    same_text,
     share_text,
     splits_text,
+    spread_text,
 )
 from harness.render.findings import (
     against_peer,
     deep_anchor,
     deep_mark,
     deep_note,
+    faulty_note,
     mean_text,
     passed,
     reconciled,
@@ -64,16 +69,20 @@ def decisions(comparison: Comparison) -> Table | None:
     if not found:
         return None
     of_case = {row.case: row for row in each(comparison.impls.drop_duplicates("case"))}
+    bounds = {row.case: row for row in each(comparison.bounds)}
     lines = []
     for decision in found:
         case = of_case[decision.case]
         line = [code(decision.case), lengths_text(case.batch, case.total_kv, case.max_kv)]
         best = decision.best
         if best is None:
-            line += ["nothing has a time", *[ABSENT] * 4]
+            line += ["nothing has a time", *[ABSENT] * 5]
         else:
-            line += [code(best.impl) + deep_mark(best), splits_text(best) + against_own_text(decision)]
-            line += [linked(us_text(best.us), best.anchor), share_text(best), margin_text(decision)]
+            bound = bounds.get(decision.case)
+            splits = splits_text(best) + spread_text(best) + against_own_text(decision)
+            line += [code(best.impl) + deep_mark(best), splits, linked(us_text(best.us), best.anchor)]
+            line.append(ABSENT if bound is None else linked(us_text(bound.us), bound.anchor))
+            line += [share_text(best), margin_text(decision)]
         lines.append([*line, _shape(case)])
     header = [
         "case",
@@ -81,11 +90,12 @@ def decisions(comparison: Comparison) -> Table | None:
         "run",
         "splits",
         "µs",
+        "bound, µs",
         "% of bound",
         "how much slower the next is",
         "heads q / kv, dim",
     ]
-    return Table(header, "llllrrll", lines)
+    return Table(header, "llllrrrll", lines)
 
 
 def runs(comparison: Comparison) -> Table:
@@ -128,8 +138,8 @@ def summary(comparison: Comparison) -> Table:
     anchor = deep_anchor(comparison)
     if speed:
         header += [
-            "fastest on",
-            "tied with the fastest on",
+            "fastest or tied on",
+            "lowest median on",
             "× the fastest, geo. mean",
             "× ahead of the best peer, geo. mean",
             "% of bound, geo. mean",
@@ -163,8 +173,8 @@ def _summary_line(
     line += deeply
     if speed:
         line += [
+            f"{int(leading(mine).sum())} of {m}",
             f"{int((mine['slowdown'] == 1.0).sum())} of {m}",
-            f"{int((mine['tied'].eq(True) & (mine['slowdown'] != 1.0)).sum())} of {m}",
             mean_text(mine["slowdown_rounds"], m, "×"),
             mean_text(mine["ahead_rounds"], m, "×") if impl_of(label) in OURS else "",
             mean_text(mine["share_rounds"], m, " %"),
@@ -219,7 +229,11 @@ def against(comparison: Comparison) -> dict[str, Any] | None:
     rows = comparison.impls[comparison.impls["label"].isin(ours)]
     if comparison.functional or rows["verdict"].isna().all():
         return None
-    marks = {(row.case, row.label): deep_mark(row) for row in each(comparison.impls)}
+    found = comparison.elsewhere is not None
+    marks = {
+        (row.case, row.label): "†" if found and row.label in comparison.faulty else deep_mark(row)
+        for row in each(comparison.impls)
+    }
     with_verdict = rows[rows["verdict"].notna()]
     told = {
         (row.case, row.label): linked(against_peer(row, marks[row.case, row.peer]), row.anchor)
@@ -230,13 +244,14 @@ def against(comparison: Comparison) -> dict[str, Any] | None:
     peers = comparison.impls[
         [pair in met for pair in zip(comparison.impls["case"], comparison.impls["label"], strict=True)]
     ]
+    note = faulty_note(comparison, set(peers["label"])) if found else deep_note(comparison, peers)
     counts = rows["verdict"].value_counts()
     words = join([f"{counts.get(word, 0)} {word}" for word in (FASTER, TIE, SLOWER)])
     return {
         "table": Table(["case", *(code(label) for label in ours)], "l" * (1 + len(ours)), lines),
         "note": f"Verdicts: {words}. A tie is a difference whose {round(100 * CONFIDENCE)} % interval contains 0,"
         f" or one under {100 * comparison.smallest_effect:g} %. A percentage is how much more time the slower of"
-        f" the two takes, paired by round, with its interval. {deep_note(comparison, peers)}".rstrip(),
+        f" the two takes, paired by round, with its interval. {note}".rstrip(),
     }
 
 
@@ -270,7 +285,7 @@ def _why_few(row: Any, best: Any) -> str:
     if row.asked_splits == best.asked_splits:
         return ", the best"
     if not math.isnan(row.traced_us) and not math.isnan(best.traced_us):
-        return f", its longest kernel {us_text(row.main_us)} µs against {us_text(best.main_us)}"
+        return f", its longest kernel {us_text(row.main_net_us)} µs against {us_text(best.main_net_us)}"
     if math.isnan(row.work_items) or math.isnan(row.sm_count):
         return ""
     return f", {row.work_items:,.0f} CTAs for {row.sm_count:.0f} SMs"
@@ -280,7 +295,7 @@ def _why_many(row: Any, best: Any) -> str:
     if row.asked_splits == best.asked_splits:
         return ", the best"
     if not math.isnan(row.traced_us) and not math.isnan(best.traced_us):
-        return f", its other kernels {us_text(row.others_us)} µs against {us_text(best.others_us)}"
+        return f", its other kernels {us_text(row.others_net_us)} µs against {us_text(best.others_net_us)}"
     if math.isnan(row.work_items) or math.isnan(row.splits_max):
         return ""
     return f", {row.work_items:,.0f} CTAs and up to {row.splits_max:.0f} partial results a row to merge"
@@ -295,19 +310,37 @@ def parts(comparison: Comparison) -> Table | None:
     profiled = bool(rows["traced_us"].notna().any())
     if profiled:
         header += ["kernels", "longest kernel", "other kernels", "gaps", "to the next call", "sum", "untraced"]
-        header += ["adds up"]
+        header += ["adds up", *(["longest kernel, with waiting"] if waits(rows).any() else [])]
     lines = []
     for row in each(rows):
         line = [code(row.case), code(row.label), number_text(row.compile_ms, 3), number_text(row.plan_us, 3)]
         line += [us_text(row.host_launch_us), us_text(row.host_total_us), linked(us_text(row.us), row.anchor)]
         if profiled and math.isnan(row.traced_us):
-            line += [NOT_TRACED, *[ABSENT] * 7]
+            line += [NOT_TRACED, *[ABSENT] * (len(header) - len(line) - 1)]
         elif profiled:
-            line += [str(len(row.kernel_names)), us_text(row.main_us), us_text(row.others_us), f"{row.gap_us:.2f}"]
-            line += [f"{row.between_us:.2f}", us_text(row.traced_us), us_text(row.profiled_us)]
-            line += ["yes" if reconciled(row) else "**no**"]
+            line += [str(len(row.kernel_names)), us_text(row.main_net_us), us_text(row.others_net_us)]
+            line += [f"{row.gap_net_us:.2f}", f"{row.between_net_us:.2f}"]
+            line += [us_text(row.traced_us), us_text(row.profiled_us), "yes" if reconciled(row) else "**no**"]
+            same = us_text(row.main_us) == us_text(row.main_net_us)
+            line += [ABSENT if same else us_text(row.main_us)][: len(header) - len(line)]
         lines.append(line)
     return Table(header, "ll" + "r" * (len(header) - 2), lines)
+
+
+def waits(rows: pd.DataFrame) -> pd.Series[bool]:
+    """In which rows a kernel is in place, and waits, while the one before it still runs."""
+    return (rows["gap_us"] < 0) | (rows["between_us"] < 0)
+
+
+def waiting_text(comparison: Comparison) -> str:
+    """What is taken off traced durations for them to add up; empty where nothing overlaps."""
+    if not waits(comparison.impls).any():
+        return ""
+    return (
+        "A kernel may be put in place while the one before it still runs (programmatic dependent launch), and then"
+        " waits within its own traced time. That wait is taken off: off the longest kernel where it waits for the"
+        " call before, off the others where they wait within a call, and no gap is left below zero."
+    )
 
 
 def support(comparison: Comparison) -> Table:
@@ -317,22 +350,24 @@ def support(comparison: Comparison) -> Table:
         + deep_mark(row)
         for row in each(comparison.impls)
     }
+    names = {s: code(s) + "†" * (s in comparison.faulty) for s in comparison.series}
     if len(comparison.series) <= len(comparison.cases):
         lines = [[code(case), *(cells[case, s] for s in comparison.series)] for case in comparison.cases]
-        return Table(["case", *map(code, comparison.series)], "l" + "c" * len(comparison.series), lines)
-    lines = [[code(s), *(cells[case, s] for case in comparison.cases)] for s in comparison.series]
+        return Table(["case", *names.values()], "l" + "c" * len(comparison.series), lines)
+    lines = [[names[s], *(cells[case, s] for case in comparison.cases)] for s in comparison.series]
     return Table(["implementation", *map(code, comparison.cases)], "l" + "c" * len(comparison.cases), lines)
 
 
 def decisions_note(comparison: Comparison) -> str:
-    """What the mark of an implementation in :func:`decisions` means, where one has it."""
+    """What *fastest or tied* means, what runs the same as another, and what a mark in :func:`decisions` means."""
     best = {decision.best.anchor for decision in decide(comparison) if decision.best is not None}
-    return deep_note(comparison, comparison.impls[comparison.impls["anchor"].isin(best)])
+    marks = deep_note(comparison, comparison.impls[comparison.impls["anchor"].isin(best)])
+    return " ".join(filter(None, [leading_text(comparison), same_text(comparison), marks]))
 
 
 def support_note(comparison: Comparison) -> str:
-    """What the mark of a cell in :func:`support` means, where one has it."""
-    return deep_note(comparison, comparison.impls)
+    """What the mark of a name or a cell in :func:`support` means, where one has it."""
+    return faulty_note(comparison, comparison.series, cells=True)
 
 
 def support_counts(comparison: Comparison) -> str:

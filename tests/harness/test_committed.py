@@ -33,9 +33,10 @@ def test_a_committed_report_is_what_its_records_give(name: str, tmp_path: Path) 
     for file in committed.iterdir():
         if file.suffix in (".jsonl", ".toml"):
             shutil.copy(file, again)
-    for checks in (ROOT / "reports").glob(f"*/{CHECKS_FILE}"):  # of the same kernels, which a report may point to
-        (tmp_path / checks.parent.name).mkdir(exist_ok=True)
-        shutil.copy(checks, tmp_path / checks.parent.name)
+    for file_name in (CHECKS_FILE, REPEAT_FILE, records_file()):  # of the same kernels, which a report may point to
+        for beside in (ROOT / "reports").glob(f"*/{file_name}"):
+            (tmp_path / beside.parent.name).mkdir(exist_ok=True)
+            shutil.copy(beside, tmp_path / beside.parent.name)
     render_study([again])
     rendered = [p.relative_to(again) for p in again.rglob("*") if p.is_file()]
     kept = [p.relative_to(committed) for p in committed.rglob("*") if p.is_file() and p.name != "report.html"]

@@ -46,6 +46,11 @@ def study(
     return folder
 
 
+def rendered(folder: Path) -> Path:
+    render_study([folder])
+    return folder
+
+
 def line_of(folder: Path, case: str, impl: str) -> int:
     """The line of a measurement in the second run's file."""
     [number] = [
@@ -85,6 +90,19 @@ def test_what_all_share_is_in_the_times_and_not_in_those_over_the_bound(tmp_path
     assert "| `triton-splitkv` | 1.000× over 2 of 2 |" in told
     assert "| 1.030× over 2 of 2 |" in told
     assert "0 faster, 2 tie, 0 slower" in told
+
+
+def test_a_bound_that_moved_is_told_with_what_it_moves(tmp_path: Path) -> None:
+    assert "The bound itself" not in section(
+        text_of(rendered(study(tmp_path / "same", times={}))), "From run to run"
+    )
+    folder = rendered(study(tmp_path / "moved", times={("b1_8k", rec.STREAM_READ): 0.98}))
+    line = line_of(folder, "b1_8k", rec.STREAM_READ)
+    assert (
+        f"The bound itself differs most on `b1_8k`, [100.0](#r{line}) → [98.0](#p{line}) µs (-2.0 %), and every"
+        " time ÷ bound of that case shows it: 6 of 6 implementations differ most there."
+        in section(text_of(folder), "From run to run")
+    )
 
 
 def test_what_to_run_points_to_the_largest_difference_of_our_kernels(tmp_path: Path) -> None:

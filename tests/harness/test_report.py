@@ -23,9 +23,10 @@ from harness.render.figures import FIGURES
 from harness.render.frame import load
 from harness.render.groups import MAX_PANELS, curves_of, launch_floor, pairs_of, sweeps_of
 from harness.render.looks import RC, SPARE, STYLES, WIDTH
-from harness.render.plots_detail import rounding_floor
+from harness.render.plots_detail import device_parts, rounding_floor
+from harness.render.rows import _without_waiting
 from harness.render.text import percent_text
-from impls.catalog import DESCRIPTIONS, IMPLS
+from impls.catalog import DESCRIPTIONS, IMPLS, OURS
 from impls.problem import DecodeProblem
 from tests.harness import fake_records as fake
 
@@ -136,6 +137,71 @@ def test_on_a_tie_our_kernel_is_named_before_an_ablation(tmp_path: Path) -> None
     assert (found.best.impl, found.next.impl) == ("tilelang-equal-splits", "triton-splitkv")
 
 
+def same_as_ours(tmp_path: Path) -> Path:
+    """A rendered report in which the ablation ran the very same as our kernel, and was faster by chance."""
+    records = fake.with_everyone(fake.gpu_records({name: fake.GPU_CASES[name] for name in ("b1_1k", "b1_8k")}))
+    config = {"function": "f", "block_n": 128, "splits_max": 8, "work_items": 64, "num_splits": "auto"}
+    for r in records:
+        if r.get("impl") == "tilelang-splitkv":
+            r["config"] = config
+        if r.get("impl") == "tilelang-equal-splits":
+            r["config"] = config | {"num_splits": 8, "work_items": 64 if r["case"] == "b1_8k" else 32}
+    for label, us in {"tilelang-equal-splits": 3.0, "tilelang-splitkv": 3.015, "triton-splitkv": 3.3}.items():
+        retime(records, label, us)
+    folder = fake.write(tmp_path / "study", records)
+    render_study([folder])
+    return folder
+
+
+def test_an_ablation_that_runs_the_same_is_neither_a_tie_nor_counted(tmp_path: Path) -> None:
+    folder = same_as_ours(tmp_path)
+    comparison = load([folder])
+    other, same = decide(comparison)
+    assert (other.case, other.same, other.ties) == ("b1_1k", (), ("tilelang-equal-splits",))
+    assert (same.best.impl, same.next.impl, same.ties) == ("tilelang-splitkv", "triton-splitkv", ())
+    assert same.same == ("tilelang-equal-splits",)
+    rows = comparison.impls.set_index(["case", "label"])
+    assert rows.loc[("b1_8k", "tilelang-splitkv"), "slowdown"] == 1.0
+    assert rows.loc[("b1_1k", "tilelang-equal-splits"), "slowdown"] == 1.0
+    text = text_of(folder)
+    assert re.search(r": `triton-splitkv`; `tilelang-equal-splits` runs the same \|", section(text, "What to run"))
+    counts = "`tilelang-splitkv` on 2 and `tilelang-equal-splits` on 1."
+    assert f"Fastest or tied, of 2 cases: {counts}" in section(text, "Who is ahead")
+    assert "on 2 of 2 cases (`tilelang-equal-splits` on 1)." in text.splitlines()[4]
+    assert re.search(r"\| `tilelang-splitkv` \| \[2 of 2\]\(#measurements\) \| 2 of 2 \| 1 of 2 \|", text)
+    said = (
+        "`tilelang-equal-splits` runs the same as `tilelang-splitkv` on `b1_8k` (one kernel, in one configuration"
+    )
+    assert said in section(text, "What to run")
+
+
+def test_the_bound_stands_beside_the_time_it_is_held_against(tmp_path: Path) -> None:
+    folder = fake.write(tmp_path / "study", fake.gpu_records({"b1_8k": fake.GPU_CASES["b1_8k"]}))
+    render_study([folder])
+    [bound] = load([folder]).bounds.itertuples()
+    row = next(
+        line for line in section(text_of(folder), "What to run").splitlines() if line.startswith("| `b1_8k`")
+    )
+    assert f"| [{bound.us:.2f}](#{bound.anchor}) |" in row
+
+
+@pytest.mark.parametrize(
+    ("largest", "splits", "told"),
+    [(5, 6, "up to 5; 1 of 2 sequences get 1"), (5, 8, "up to 5; 8 for 2 sequences"), (1, 2, "1 |")],
+)
+def test_the_splits_of_an_uneven_batch_are_told_as_far_as_a_record_knows(
+    largest: int, splits: int, told: str, tmp_path: Path
+) -> None:
+    records = fake.gpu_records({"skew": fake.problem([8192, 64])})
+    for r in records:
+        if r.get("impl") == "tilelang-splitkv":
+            r["config"] |= {"splits_max": largest, "work_items": 8 * splits, "block_h": 16}
+    retime(records, "tilelang-splitkv", 1.0)
+    folder = fake.write(tmp_path / "study", records)
+    render_study([folder])
+    assert f"| auto: {told}" in section(text_of(folder), "What to run")
+
+
 def test_a_study_of_split_counts_counts_the_same_everywhere(tmp_path: Path) -> None:
     records = fake.split_records({"b1_8k": fake.GPU_CASES["b1_8k"]}, counts=(4, 8, 16))
     for label, us in {"triton-splitkv": 10.0, "triton-splitkv num_splits=8": 8.0, "tilelang-splitkv": 11.0}.items():
@@ -153,8 +219,10 @@ def test_a_study_of_split_counts_counts_the_same_everywhere(tmp_path: Path) -> N
         "By its own choice of splits, `triton-splitkv` is the fastest, or ties with the fastest, on 1 of 1 case."
     )
     assert lines[6].startswith("Against `flash-attn-3` at its fastest split count, the only peer in this study, in")
-    assert "| `triton-splitkv` | [1 of 1](#measurements) | 1 of 1 | 0 of 1 |" in text
-    assert "Fastest by median, of 1 case: `triton-splitkv` on 1." in text
+    assert "| `triton-splitkv` | [1 of 1](#measurements) | 1 of 1 | 1 of 1 |" in text
+    assert "Fastest or tied, of 1 case: `triton-splitkv` on 1." in text
+    assert "`triton-splitkv` is fastest or tied on 1 of 1 case, and reaches" in text
+    assert "An implementation, with the splits that it chooses by itself, is *fastest or tied* on a case if" in text
     assert re.search(r"\*\*\[10\.0\]\(#r\d+\)\*\*", section(text, "Latency"))
 
 
@@ -222,6 +290,53 @@ def test_without_a_deeper_check_of_its_own_a_study_points_to_one_of_the_same_ker
         assert line == "Right in the check before each timing; no deeper check was recorded."
 
 
+def test_a_kernel_that_is_wrong_in_the_check_beside_a_study_is_marked_in_its_figures(tmp_path: Path) -> None:
+    records = fake.gpu_records({name: fake.GPU_CASES[name] for name in ("b1_1k", "b1_8k")})
+    folder = fake.write(tmp_path / "study", records)
+    checks_beside(tmp_path / "other", records)
+    comparison = load([folder])
+    assert comparison.faulty == {"flash-attn-3"}
+    for name in ("share", "slowdown", "support"):
+        figure = FIGURES[name](comparison)
+        assert figure is not None
+        ticks = [t.get_text().replace("\n", "") for t in figure.axes[0].get_xticklabels()]
+        legend = [t.get_text() for t in figure.legends[0].get_texts()] if figure.legends else ticks
+        assert [text for text in legend if "†" in text] == ["flash-attn-3†"], name
+    render_study([folder])
+    text = text_of(folder)
+    note = (
+        "† not right on some case of the [deeper check](../other/README.md#deep) of the same kernels, in `other`."
+    )
+    assert text.count(note) == 7, "six figures, and the best peers"
+    assert note in section(text, "Support")
+    assert "| `flash-attn-3`† |" in section(text, "Support")
+    assert "How `flash-attn-3` is wrong: a row is off by up to 150 % of its own size, on `normal` inputs" in text
+
+
+def test_a_study_points_to_the_split_counts_and_the_second_run_beside_it(tmp_path: Path) -> None:
+    cases = {name: fake.GPU_CASES[name] for name in ("b1_1k", "b1_8k", "b16_8k")}
+    folder = fake.write(tmp_path / "study", fake.gpu_records(cases))
+    counts = fake.write(tmp_path / "counts", fake.split_records({n: cases[n] for n in ("b1_1k", "b1_8k")}))
+    fake.write(tmp_path / "another", fake.on_gpu(fake.split_records(cases), "NVIDIA L4"))
+    rec.replace_cases(folder / rec.REPEAT_FILE, fake.gpu_records(cases, run_id="run-b"))
+    render_study([folder])
+    assert section(text_of(folder), "Split counts").strip() == (
+        "*No figure here: the study asks for no case at several fixed split counts;"
+        " [counts](../counts/README.md#counts) does for 2 of these 3 cases, at the same commit and on a"
+        " GPU of the same name.*"
+    )
+    render_study([counts])
+    text = text_of(counts)
+    assert '<a id="counts"></a>\n\n## Split counts' in text
+    assert (
+        "what differs from run to run is not in them; [study](../study/README.md#run-to-run) tells of two runs, at"
+        " the same commit and on a GPU of the same name." in section(text, "What to run")
+    )
+    (folder / rec.REPEAT_FILE).unlink()
+    render_study([counts])
+    assert "what differs from run to run is not in them." in section(text_of(counts), "What to run")
+
+
 def test_what_the_deeper_check_found_wrong_stands_at_the_top(tmp_path: Path) -> None:
     records = fake.gpu_records({name: fake.GPU_CASES[name] for name in ("b1_1k", "b1_8k")})
     folder = fake.write(tmp_path / "study", records)
@@ -232,7 +347,9 @@ def test_what_the_deeper_check_found_wrong_stands_at_the_top(tmp_path: Path) -> 
     render_study([folder])
     text = text_of(folder)
     told = "in the [deeper check](#deep) `triton-splitkv` is wrong on 1 of 2 cases."
-    assert f"\nRight in the check before each timing; {told}\n" in text
+    assert (
+        f"\nRight in the check before each timing; {told}\nHow `triton-splitkv` is wrong: a row is off by" in text
+    )
     assert '<a id="deep"></a>\n\n## Checked in depth' in text
     assert re.search(r"\| `triton-splitkv` \| \[2 of 2\]\(#measurements\) \| \*\*\[1 of 2\]\(#deep\)\*\* \|", text)
     assert re.search(r"\| `flash-attn-3` \| \[2 of 2\]\(#measurements\) \| \[2 of 2\]\(#deep\) \|", text)
@@ -240,6 +357,7 @@ def test_what_the_deeper_check_found_wrong_stands_at_the_top(tmp_path: Path) -> 
     assert len(re.findall(r"\[ok\]\(#r\d+\)†", section(text, "Support"))) == 1
     assert "| `triton-splitkv`† |" in section(text, "What to run")
     assert section(text, "What to run").endswith("† not right in the [deeper check](#deep).\n\n")
+    assert "† not right in the [deeper check](#deep) on some case." in section(text, "Who is ahead")
 
 
 def test_a_best_peer_that_the_deeper_check_found_wrong_is_marked(tmp_path: Path) -> None:
@@ -326,7 +444,84 @@ def test_without_a_profile_the_work_items_explain_too_few_and_too_many(tmp_path:
 def test_a_profile_is_a_figure_with_its_sums(splits: Path) -> None:
     told = section(text_of(splits), "Where the time goes")
     assert "figures/parts.png" in told
-    assert "The parts add up to the untraced time within 5 % or 1 µs on all of 81 bars." in told
+    assert "The parts add up to the untraced time within 5 % or 1 µs on all of 81 traced measurements." in told
+    assert "programmatic dependent launch" not in told, "nothing overlaps"
+
+
+def overlapping(tmp_path: Path, *, total_us: float = 12.0) -> Path:
+    """A rendered report of one case in which our kernels wait, as they do, for the kernel before them."""
+    records = fake.gpu_records({"b1_8k": fake.GPU_CASES["b1_8k"]})
+    folder = fake.write(tmp_path / "study", records)
+    profiles = fake.profiled(records, run_id="run-9")
+    split, combine = {"name": "split", "us": 23.0}, {"name": "combine", "us": 21.0}
+    waits = {
+        "tilelang-splitkv": ([split], 0.0, -11.0),  # for the call before
+        "triton-splitkv": ([split, combine], -19.0, 0.0),  # for the other kernel of its call
+    }
+    for r in profiles:
+        if r.get("impl") in waits:
+            kernels, gap, between = waits[r["impl"]]
+            traced = sum(kernel["us"] for kernel in kernels) + gap + between
+            told = {"kernels": kernels, "gap_us": gap, "between_us": between, "traced_us": traced}
+            r["timing"]["breakdown"] = {**r["timing"]["breakdown"], **told, "total_us": total_us}
+    bound = next(r for r in records if r.get("impl") == rec.STREAM_READ)
+    plain = {"calls": 9, "kernels": [split], "gap_us": 0.0, "between_us": 0.25, "traced_us": 23.2, "total_us": 23.2}
+    timing = bound["timing"] | {"method": "kernels", "breakdown": plain}
+    rec.append(folder / "records-kernels.jsonl", *profiles, bound | {"run_id": "run-9", "timing": timing})
+    render_study([folder])
+    return folder
+
+
+def test_the_wait_of_a_kernel_that_is_put_in_place_early_is_taken_off(tmp_path: Path) -> None:
+    folder = overlapping(tmp_path)
+    comparison = load([folder])
+    rows = comparison.impls.set_index("label")
+    stacked = device_parts(rows)
+    assert all((values.dropna() >= 0).all() for values in stacked.values())
+    assert sum(values.fillna(0) for values in stacked.values()).to_list() == pytest.approx(
+        rows["traced_us"].to_list()
+    )
+    told = section(text_of(folder), "Where the time goes")
+    assert told.count("(programmatic dependent launch), and then waits within its own traced time.") == 2
+    of_impl = {line.split("`")[3]: line for line in told.splitlines() if line.startswith("| `b1_8k`")}
+    assert "| 1 | 12.0 | 0.00 | 0.00 | 0.00 | 12.0 | 12.0 | yes | 23.0 |" in of_impl["tilelang-splitkv"]
+    assert "| 2 | 23.0 | 2.00 | 0.00 | 0.00 | 25.0 | 12.0 | **no** | – |" in of_impl["triton-splitkv"]
+    method = section(text_of(folder), "Method")
+    assert (
+        "Traces show calls of `tilelang-splitkv` overlapping with the call before: the first kernel is put"
+        in method
+    )
+    assert "start of the next, 0.25 µs pass, and they are in its time." in method
+
+
+@pytest.mark.parametrize(
+    ("parts", "net"),
+    [
+        ((10.0, 2.0, 0.5, 1.0), (10.0, 2.0, 0.5, 1.0)),
+        ((23.0, 0.0, 0.0, -11.0), (12.0, 0.0, 0.0, 0.0)),
+        ((10.0, 2.0, -3.0, 1.0), (9.0, 0.0, 0.0, 1.0)),  # more than the others have
+        ((5.0, 4.0, 0.5, -6.0), (0.0, 3.0, 0.5, 0.0)),  # more than the longest has
+    ],
+)
+def test_no_part_is_below_zero_and_their_sum_stays(parts: tuple[float, ...], net: tuple[float, ...]) -> None:
+    assert tuple(_without_waiting(*parts).values()) == net
+    assert sum(net) == sum(parts)
+
+
+def test_what_does_not_add_up_is_named_with_samples_that_lie_far_apart(tmp_path: Path) -> None:
+    folder = overlapping(tmp_path)
+    lines = rec.read(folder / "records.jsonl")
+    retime(lines, "triton-splitkv", 30.0)
+    [triton] = [r for r in lines if r.get("impl") == "triton-splitkv"]
+    triton["timing"]["samples"][0]["us"] = 20.0
+    (folder / "records.jsonl").unlink()
+    fake.write(folder, lines)
+    render_study([folder])
+    told = section(text_of(folder), "Where the time goes")
+    assert (
+        "on 5 of 6 traced measurements, and not for `triton-splitkv` on `b1_8k` (samples from 20.0 to 30.0 µs);"
+        " times so far apart fall into separate groups" in told
+    )
 
 
 def test_a_batch_sweep_names_the_steepest_cliff(tmp_path: Path) -> None:
@@ -520,6 +715,19 @@ def test_no_text_overlaps_another_and_all_of_it_is_inside(
         assert box.x0 >= -1, text
         assert box.x1 <= figure.bbox.x1 + 1, text
     assert figure.get_size_inches()[0] == WIDTH
+
+
+@pytest.mark.parametrize("name", ["latency", "share"])
+def test_our_kernels_lie_on_top(everyone: Path, name: str) -> None:
+    comparison = load([everyone])
+    figure = FIGURES[name](comparison)
+    assert figure is not None
+    marks = next(c for c in reversed(figure.axes[0].collections) if c.get_urls()[0] is not None)
+    of_url = {looks.url_of(row.anchor): row.impl for row in comparison.impls.itertuples()}
+    order = [of_url[url] for url in marks.get_urls()]
+    ours = [impl for impl in order if impl in OURS]
+    assert order[-len(ours) :] == ours
+    assert order[-1] == OURS[0]
 
 
 def test_marks_of_two_implementations_do_not_lie_on_each_other_in_the_error_figure(everyone: Path) -> None:
