@@ -20,8 +20,8 @@ from harness.stats import CONFIDENCE
 
 METHODS: Mapping[str, str] = {
     "graph": "Method `graph`: a CUDA graph holds one call for each of several input sets and is replayed as a"
-    " whole; a sample is the replay's time by CUDA events, divided by the calls. Gaps between launches,"
-    " compilation and planning are not in it. Before each timed replay comes an untimed one.",
+    " whole; a sample is the replay's time by CUDA events, divided by the calls. The host's part of a"
+    " launch, compilation and planning are not in it. Before each timed replay comes an untimed one.",
     "graph-warm": "Method `graph-warm`: as `graph`, with a single input set.",
     "events": "Method `events`: one launch at a time between two CUDA events, after 256 MB were written outside of"
     " them; 25 ms of warm-up, 100 ms measured; a sample is the median of its calls. Where the host cannot queue a"
@@ -202,7 +202,7 @@ def _from_call_to_call(comparison: Comparison) -> list[str]:
     """What a time per call is in a graph of many, and whose calls overlap with the one before, as far as traced."""
     if comparison.functional or not comparison.impls["method"].isin(["graph", "graph-warm"]).any():
         return []
-    text = "µs per call is the time from call to call in such a graph."
+    text = "µs per call is the time from call to call in a graph of such calls."
     rows, bounds = comparison.impls, comparison.bounds
     early = set(rows.loc[rows["between_us"] < -OVERLAP_US, "impl"])
     names = [code(impl) for impl in dict.fromkeys(map(impl_of, comparison.series)) if impl in early]
