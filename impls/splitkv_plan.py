@@ -46,7 +46,6 @@ CPU_CTAS = 32
 CTA_OVERHEAD_BYTES = 136 << 10
 """What starting and ending a CTA costs, as bytes that an SM could have read meanwhile: about 4 µs on an H200."""
 
-
 WORK = ("long", "short", "even")
 """Kinds of batches, which have tiles of their own (:func:`work_of`)."""
 
@@ -100,11 +99,9 @@ def _merges_by_exchange(
     """Whether the partials of a table merge by exchange, as :data:`MERGES` has it.
 
     Raises:
-        ValueError: if what was asked is none of them, or cannot be.
+        ValueError: if what was asked cannot be.
     """
     asked, slots = choice["merge"], table.slots
-    if asked not in MERGES:
-        raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {asked!r}")
     can = may_exchange(ctas, slots, at_once)
     if asked == "exchange" and not can:
         raise ValueError(
@@ -230,6 +227,8 @@ class SplitKVPlan:
             min_keys=min_keys,
             enough=enough,
         )
+        if choice["merge"] not in MERGES:
+            raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {choice['merge']!r}")
         self._cluster = choose_cluster(table.counts) if choose_cluster else 1
         ctas = table.splits * tiles_per_split
         slots = table.slots if self._cluster == 1 else 0
