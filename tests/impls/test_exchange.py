@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from harness.check import check_plan, compare, poison_workspaces, same_bits
 from harness.inputs import make_inputs
 from impls.contract import Scalar
-from impls.exchange import may_exchange, pays_to_exchange
+from impls.exchange import mail_bytes, mail_shape, may_exchange, pays_to_exchange
 from impls.problem import DecodeProblem
 from impls.reference import reference
 from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan
@@ -103,6 +103,24 @@ def test_every_cta_has_a_row_and_those_that_wait_for_each_other_are_neighbours(
     merged = rows[:, 3] >= 0
     first = {b: slot for b, slot, _, _ in table.merges.tolist()}
     assert (rows[merged, 3] - rows[merged, 5]).tolist() == [first[b] for b in rows[merged, 0].tolist()]
+
+
+@given(st.integers(0, 100), st.integers(1, 64), st.integers(1, 256), st.integers(1, 1000))
+def test_bytes_are_those_of_the_tensors(slots: int, heads: int, dim: int, ctas: int) -> None:
+    words = torch.empty(mail_shape(slots, heads, dim), dtype=torch.float32, device="meta")
+    rounds = torch.empty(ctas, dtype=torch.int32, device="meta")
+    assert mail_bytes(slots, heads, dim, ctas) == words.nbytes + rounds.nbytes
+
+
+def test_what_cannot_be_is_refused_with_what_was_expected() -> None:
+    """No exchange on a CPU, whose kernels run one CTA after another."""
+    shape = problem(300, 310)
+    assert TileLangSplitKV().plan(shape, CPU, {"num_splits": 4}).config["merge"] == "combine"
+    with pytest.raises(ValueError, match=r"merge: expected 'auto' or 'combine' \(.*\), got 'exchange'"):
+        TileLangSplitKV().plan(shape, CPU, {"num_splits": 4, "merge": "exchange"})
+    for splits in (1, 4):
+        with pytest.raises(ValueError, match="merge: expected one of auto, combine, exchange, got 'atomics'"):
+            TileLangSplitKV().plan(shape, CPU, {"num_splits": splits, "merge": "atomics"})
 
 
 # --- what it lowers to ------------------------------------------------------------------------------------
