@@ -89,10 +89,8 @@ def _with_splits(advice: Advice, impl: str) -> str:
     if better:
         worst = max(better, key=lambda row: row.regret.median if row.regret else 0.0)
         assert worst.regret is not None
-        told += (
-            f"; tuned on {worst.case}, {tuning_text(worst.best or {})} was "
-            f"{100 * (worst.regret.median - 1):.1f} % faster"
-        )
+        faster = f"{tuning_text(worst.best or {})} was {100 * (worst.regret.median - 1):.1f} % faster"
+        told += f"; tuned on {worst.case}, {faster if worst.best else 'nothing tried was faster'}"
     return told
 
 
