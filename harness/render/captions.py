@@ -220,9 +220,12 @@ def _untraced(comparison: Comparison) -> str:
     missing = rows[rows["traced_us"].isna()]
     if missing.empty:
         return ""
-    counts = missing["label"].value_counts()
+    drawn = missing[missing["case"].isin(parts_cases(comparison))]
+    counts = drawn["label"].value_counts()
     told = [f"{code(label)} on {cases_text(int(counts[label]))}" for label in comparison.shown if label in counts]
-    return f" Not traced, and drawn as one bar: {join(told)}."
+    text = f" Not traced, and drawn as one bar: {join(told)}." if told else ""
+    others = [code(case) for case in comparison.cases if case in set(missing["case"]) - set(drawn["case"])]
+    return text + (f" In the table alone, something was not traced on {join(others)}." if others else "")
 
 
 def _batch(comparison: Comparison) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -303,9 +303,22 @@ def deep_check(folder: Path) -> dict[str, Any] | None:
     }
 
 
-def in_short(folder: Path) -> dict[str, str]:
-    """Implementation -> what its worst wrong answer in a folder's ``checks.jsonl`` means, in a clause."""
-    rows = [r for r in read(folder / CHECKS_FILE) if r["kind"] == "check" and r["check"] is not None]
+def in_short(folder: Path, runs: Collection[str] | None = None) -> dict[str, str]:
+    """Implementation -> what its worst wrong answer in a folder's ``checks.jsonl`` means, in a clause.
+
+    Args:
+        folder: of a study; without the file nothing is wrong.
+        runs: the runs that count; None takes all.
+
+    Raises:
+        harness.record.RecordError: for a line that is no record.
+    """
+    path = folder / CHECKS_FILE
+    rows = [
+        r
+        for r in (read(path) if path.exists() else ())
+        if r["kind"] == "check" and r["check"] is not None and (runs is None or r["run_id"] in runs)
+    ]
     wrong = [r for r in rows if r["status"] == "wrong"]
     told = {}
     for label in _labels(wrong):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pandas as pd
 
@@ -13,7 +14,7 @@ from harness.render.checks import in_short
 from harness.render.decisions import leaders, on_devices, paired, splits_text
 from harness.render.frame import Comparison, impl_of
 from harness.render.groups import curves_of
-from harness.render.text import cases_text, code, join, linked, percent_text
+from harness.render.text import cases_text, code, escape, join, linked, percent_text
 from impls.catalog import ABLATIONS, OURS
 
 FEW_PEERS = 3
@@ -115,8 +116,10 @@ def _what_it_means(comparison: Comparison) -> list[str]:
     if not comparison.faulty or len(comparison.folders) != 1:
         return []
     [own] = comparison.folders.values()
-    short = in_short(own if comparison.elsewhere is None else comparison.elsewhere.folder)
-    told = [f"How {code(label)} is wrong: {short[label]}." for label in comparison.shown if label in short]
+    other = comparison.elsewhere
+    short = in_short(own) if other is None else in_short(other.folder, other.runs)
+    wrong = [label for label in comparison.shown if label in short and label in comparison.faulty]
+    told = [f"How {code(label)} is wrong, at worst: {short[label]}." for label in wrong]
     return [" ".join(told)] if told else []
 
 
@@ -136,7 +139,7 @@ def _deeper_elsewhere(comparison: Comparison) -> str:
 
 def beside(folder: Path, anchor: str, text: str = "") -> str:
     """A link to a place in the report of a folder beside this one, called by its name unless there is a text."""
-    return f"[{text or folder.name}](../{folder.name}/README.md#{anchor})"
+    return f"[{escape(text or folder.name)}](../{quote(folder.name)}/README.md#{anchor})"
 
 
 def _faulty(comparison: Comparison, column: str, words: Sequence[str]) -> str:

@@ -104,6 +104,8 @@ def read_repeat(first: Comparison, folder: Path) -> Repeat | None:
         if record["kind"] == "measurement" and record["seed"] != seeds.get(record["case"], record["seed"]):
             told = f"expected seed {seeds[record['case']]} as in {old.name}, got {record['seed']}"
             raise RecordError(f"{new}: {record['case']}: {told}")
+    if not any(record["kind"] == "measurement" and record["role"] == "impl" for record in read(new)):
+        return None  # interrupted before its first case was done
     result = compare_files(old, new)
     path = Path(os.path.relpath(new.resolve(), folder.resolve())).as_posix()
     return Repeat(first, load([folder], file=REPEAT_FILE, anchor="p"), result, path)
@@ -165,11 +167,17 @@ def _bound_moved(repeat: Repeat) -> str:
         return ""
     old, new = repeat.pairs[case, STREAM_READ]
     ratios = [found for label in repeat.first.shown if (found := _over_bound(repeat, label))]
-    there = sum(max(found, key=lambda name: abs(math.log(found[name]))) == case for found in ratios)
+    # The bound is what differs where a ratio to it goes the other way.
+    there = sum(
+        max(found, key=lambda name: abs(math.log(found[name]))) == case
+        and _percent(found[case]) != _percent(1.0)
+        and (found[case] > 1) != (plain[case] > 1)
+        for found in ratios
+    )
     first, second = linked(us_text(old.us), old.anchor), linked(us_text(new.us), new.anchor)
     text = (
-        f"The bound itself differs most on {code(case)}, {first} → {second} µs ({by}), and every time ÷ bound of"
-        " that case shows it"
+        f"The bound itself differs most on {code(case)}, {first} → {second} µs ({by}), which every time ÷ bound of"
+        " that case has in it"
     )
     return f"{text}: {there} of {len(ratios)} implementations differ most there." if there else f"{text}."
 

@@ -166,10 +166,12 @@ class CheckedElsewhere:
     Args:
         folder: of the other study, beside this one's.
         counts: implementation -> on how many cases it is right, and how many it was tried on.
+        runs: the ids of those of its runs.
     """
 
     folder: Path
     counts: Mapping[str, tuple[int, int]]
+    runs: frozenset[str]
 
 
 def checked_elsewhere(folder: Path, runs: Iterable[Record], impls: Sequence[str]) -> CheckedElsewhere | None:
@@ -198,7 +200,7 @@ def checked_elsewhere(folder: Path, runs: Iterable[Record], impls: Sequence[str]
             if told:
                 counts[impl] = (told.count("ok"), len(told))
         if counts:
-            return CheckedElsewhere(path.parent, counts)
+            return CheckedElsewhere(path.parent, counts, frozenset(alike))
     return None
 
 
@@ -255,7 +257,10 @@ def _beside(
         # A look for the commit alone is quick, where reading every record is not.
         if path.parent == folder.resolve() or not any(git.encode() in path.read_bytes() for git, _ in mine):
             continue
-        records = read(path)
+        try:
+            records = read(path)
+        except RecordError:  # its own report says so
+            continue
         alike = {r["run_id"] for r in records if r["kind"] == "run" and _code_and_gpu(r) in mine}
         if alike:
             yield path, records, alike

@@ -78,8 +78,8 @@ GROUPS = (
     Group(
         "One launch at a time, flushed",
         "From an event before the launch to one after it: launch latencies, and what the host cannot queue in time,"
-        f" count. *Host*: `events` is over `graph` by more than {HOST_US:g} µs, because the host takes longer for a"
-        " call than the device; then these timers time the host, which is not as fast one moment as the next.",
+        f" count. *Host*: `events` is over `graph` by more than {HOST_US:g} µs, most of which is the host's; these"
+        " timers, but for nvbench, then tell how fast the host is, which differs from one moment to the next.",
         ("events", "triton do_bench", "tilelang do_bench", "nvbench"),
     ),
     Group(
@@ -215,7 +215,11 @@ def _agreement_sentence(trials: Sequence[Record]) -> str | None:
         f" {AGREEMENT_US:g} µs in {agree} of {len(pairs)} pairs"
     )
     if host := len(every) - len(pairs):
-        text += f"; {host} more are of calls that take the host longer than the device, so that they time the host"
+        near = sum(_agrees(ours, us) for ours, us, told in every if told)
+        text += (
+            f"; {host} more ({near} of them agree) are of calls that take over {HOST_US:g} µs longer when launched"
+            " one at a time than in a graph, most of which is the host's"
+        )
     return f"{text}."
 
 

@@ -341,9 +341,10 @@ def test_the_rule_on_the_host_is_that_of_every_recorded_plan(name: str) -> None:
     folder = ROOT / "reports" / "h200-decode"
     seen = read_cases(folder)
     sms = int(seen[0].run["env"]["sm_count"])
+    assert seen
+    assert all(name in case.rows for case in seen)
     for case in seen:
-        if name in case.rows:
-            tile = tile_of(case.problem, name, seen, sms)
-            counts, ctas = splits_of(case.problem, tile.configs[name], sms)
-            ran = case.configs[name]
-            assert (max(counts.values()), ctas) == (ran["splits_max"], ran["work_items"]), case.name
+        tile = tile_of(case.problem, name, seen, sms)
+        counts, ctas = splits_of(case.problem, tile.configs[name], sms)
+        ran = case.configs[name]
+        assert (max(counts.values()), ctas) == (ran["splits_max"], ran["work_items"]), case.name

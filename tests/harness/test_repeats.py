@@ -99,8 +99,8 @@ def test_a_bound_that_moved_is_told_with_what_it_moves(tmp_path: Path) -> None:
     folder = rendered(study(tmp_path / "moved", times={("b1_8k", rec.STREAM_READ): 0.98}))
     line = line_of(folder, "b1_8k", rec.STREAM_READ)
     assert (
-        f"The bound itself differs most on `b1_8k`, [100.0](#r{line}) → [98.0](#p{line}) µs (-2.0 %), and every"
-        " time ÷ bound of that case shows it: 6 of 6 implementations differ most there."
+        f"The bound itself differs most on `b1_8k`, [100.0](#r{line}) → [98.0](#p{line}) µs (-2.0 %), which every"
+        " time ÷ bound of that case has in it: 6 of 6 implementations differ most there."
         in section(text_of(folder), "From run to run")
     )
 

@@ -396,4 +396,4 @@ def test_what_launches_wait_for_is_told_beside_the_host(tmp_path: Path) -> None:
         record.append(path, {"kind": "trial", "schema": 1, "run_id": "run-1", **head, "timer": timer, "us": 16.0})
     text = render_study([tmp_path]).read_text()
     assert text.count("Host: Some CPU, 4 logical cores.") == 1
-    assert "as fast one moment as the next. Host: Some CPU, 4 logical cores." in text
+    assert "differs from one moment to the next. Host: Some CPU, 4 logical cores." in text
