@@ -81,7 +81,7 @@ try:
         choose_cluster,
         choose_tile,
         combine_threads,
-        has_half,
+        half_tile,
         head_rows,
         takes_half,
         tile_bytes,
@@ -544,6 +544,19 @@ def compiled_split(
 
 
 @cache
+def compile_ahead(
+    machine: str, heads_q: int, heads_kv: int, head_dim: int, dtype: str, whole: Tile, half: Tile | None
+) -> None:
+    """Compile what other lengths may need, which merge another way or take half of the ring: once for all.
+
+    But for clusters: a kernel for each size, when it is first needed.
+    """
+    for tile, exchange in product((whole, half), (False, True) if MACHINES[machine].exchanges else (False,)):
+        if tile is not None:
+            compiled_split(machine, heads_q, heads_kv, head_dim, dtype, tile, 1, exchange)
+
+
+@cache
 def compiled_combine(machine: str, heads_q: int, head_dim: int, dtype: str) -> Any:
     """The compiled combine kernel."""
     kernel = combine_kernel(MACHINES[machine], heads_q, head_dim, dtype, BLOCK_S, combine_threads(head_dim))
@@ -590,9 +603,8 @@ class TileLangPlan(SplitKVPlan):
     def __init__(self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]) -> None:
         machine = choose_machine(device)
         sms = sm_count(device) if device.type == "cuda" else CPU_CTAS
-        tile = whole = choose_tile(machine, problem, choice)
-        if takes_half(machine, problem, choice, whole, sms):
-            tile = choose_tile(machine, problem, choice, half=True)
+        whole, half = choose_tile(machine, problem, choice), half_tile(machine, problem, choice)
+        tile = half if half is not None and takes_half(problem, choice, half, sms) else whole
         min_keys, enough = split_limits(
             sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=machine.tma
         )
@@ -615,13 +627,7 @@ class TileLangPlan(SplitKVPlan):
         self._dtype = TORCH_DTYPES[dtype]
         self._scale_log2 = problem.softmax_scale * LOG2_E
         shape = (problem.heads_q, problem.heads_kv, problem.head_dim)
-        # Other lengths may merge another way, or take half of the ring: whoever comes first compiles for all. But
-        # for clusters: a kernel for each size, when it is first needed.
-        tiles = {whole, tile}
-        if has_half(machine, problem) and choice["block_n"] is choice["num_stages"] is choice["threads"] is None:
-            tiles.add(choose_tile(machine, problem, choice, half=True))
-        for one, exchange in product(tiles, (False, True) if machine.exchanges else (False,)):
-            compiled_split(machine.name, *shape, dtype, one, 1, exchange)
+        compile_ahead(machine.name, *shape, dtype, whole, half)
         self._split = compiled_split(machine.name, *shape, dtype, tile, self._cluster, self._exchange)
         self._combine = compiled_combine(machine.name, problem.heads_q, problem.head_dim, dtype)
         self.config = {

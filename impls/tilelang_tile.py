@@ -99,9 +99,18 @@ def choose_tile(
     )
 
 
-def takes_half(
-    machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar], tile: Tile, sms: int
-) -> bool:
+def half_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar]) -> Tile | None:
+    """The tile for half of the ring; None where there is none, or the caller has chosen a tile.
+
+    There is one for TMA, and for the head dims that it was measured for.
+    """
+    free = all(choice[name] is None for name in ("block_n", "num_stages", "threads"))
+    if not machine.tma or not free or machine.padded(problem.head_dim) not in (64, 128):
+        return None
+    return choose_tile(machine, problem, choice, half=True)
+
+
+def takes_half(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile, sms: int) -> bool:
     """Whether our rule takes half of the ring (measured: ``reports/NOTES.md``).
 
     For sequences about equally long, so many that each CTA may read a whole one in the only round: if half of the
@@ -109,26 +118,18 @@ def takes_half(
     longer last tiles, which nothing hides. And for a few of different lengths, so that two CTAs share an SM.
 
     Args:
-        machine: with TMA; no other takes half.
         problem: what is to be computed.
-        choice: the tuning; who chooses the tile or the splits has chosen this.
-        tile: of the whole ring.
+        choice: the tuning; who chooses the splits has chosen this.
+        half: of :func:`half_tile`.
         sms: SMs of the device.
     """
-    free = all(choice[name] is None for name in ("block_n", "num_stages", "threads", "waves", "cluster"))
-    if not machine.tma or not free or choice["num_splits"] not in ("auto", 1) or not has_half(machine, problem):
+    if choice["waves"] is not None or choice["cluster"] is not None or choice["num_splits"] not in ("auto", 1):
         return False
     if few_unlike(problem, sms):
         return True
-    half = choose_tile(machine, problem, choice, half=True)
     _, enough = split_limits(sms, problem, block_n=half.block_n, num_stages=half.num_stages, tma=True)
-    ctas = problem.batch * problem.heads_kv * -(-problem.group // tile.block_h)
+    ctas = problem.batch * problem.heads_kv * -(-problem.group // half.block_h)
     return alike(problem) and enough is not None and enough <= ctas <= sms
-
-
-def has_half(machine: Machine, problem: DecodeProblem) -> bool:
-    """Whether there is a tile for half of the ring: for the head dims that it was measured for."""
-    return machine.tma and machine.padded(problem.head_dim) in (64, 128)
 
 
 def tile_bytes(machine: Machine, problem: DecodeProblem, tile: Tile) -> int:

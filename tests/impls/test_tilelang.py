@@ -13,11 +13,11 @@ from tilelang import tvm
 from harness.check import check_plan
 from harness.inputs import make_inputs
 from impls import tilelang_machines, tilelang_splitkv
-from impls.contract import ImplUnavailable, InputError
+from impls.contract import ImplUnavailable, InputError, Scalar
 from impls.problem import DecodeProblem
 from impls.reference import reference
 from impls.splitkv_plan import SPLIT_TUNING
-from impls.tilelang_tile import takes_half
+from impls.tilelang_tile import half_tile, takes_half
 
 CPU = torch.device("cpu")
 
@@ -233,6 +233,13 @@ def test_head_dims_that_are_not_compiled_are_refused_with_the_rule() -> None:
     assert set(SPLIT_TUNING) <= set(tilelang_splitkv.TUNING)
 
 
+def taken(machine: str, shape: DecodeProblem, **chosen: Scalar) -> tuple[int, int] | None:
+    """Keys and stages of the half of the ring that a plan on an H200 takes, or None."""
+    choice = {**tilelang_splitkv.TUNING, **chosen}
+    half = half_tile(tilelang_splitkv.MACHINES[machine], shape, choice)
+    return (half.block_n, half.num_stages) if half is not None and takes_half(shape, choice, half, 132) else None
+
+
 @pytest.mark.parametrize(
     ("lens", "heads", "head_dim", "half"),
     [
@@ -249,14 +256,8 @@ def test_head_dims_that_are_not_compiled_are_refused_with_the_rule() -> None:
 def test_half_of_the_ring_is_for_one_even_round_and_a_few_unlike_sequences(
     lens: tuple[int, ...], heads: tuple[int, int], head_dim: int, half: tuple[int, int] | None
 ) -> None:
-    hopper = tilelang_splitkv.MACHINES["sm_90a"]
     shape = DecodeProblem(kv_lens=lens, heads_q=heads[0], heads_kv=heads[1], head_dim=head_dim)
-    choice = tilelang_splitkv.TUNING
-    whole = tilelang_splitkv.choose_tile(hopper, shape, choice)
-    assert takes_half(hopper, shape, choice, whole, 132) is (half is not None)
-    assert not takes_half(tilelang_splitkv.MACHINES["sm_80"], shape, choice, whole, 132)
+    assert taken("sm_90a", shape) == half
+    assert taken("sm_80", shape) is None
     for chosen in ({"block_n": 128}, {"num_splits": 2}, {"waves": 1}):
-        assert not takes_half(hopper, shape, {**choice, **chosen}, whole, 132)
-    if half is not None:
-        tile = tilelang_splitkv.choose_tile(hopper, shape, choice, half=True)
-        assert (tile.block_n, tile.num_stages) == half
+        assert taken("sm_90a", shape, **chosen) is None
