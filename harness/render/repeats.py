@@ -98,13 +98,14 @@ def read_repeat(first: Comparison, folder: Path) -> Repeat | None:
         runs.add(record["run_id"])
         if record["kind"] == "measurement" and record["case"] is not None:
             seeds[record["case"]] = record["seed"]
-    for record in read(new):
+    second = read(new)
+    for record in second:
         if record["run_id"] in runs:
             raise RecordError(f"{new}: expected a second run, got {record['run_id']}, which {old.name} holds")
         if record["kind"] == "measurement" and record["seed"] != seeds.get(record["case"], record["seed"]):
             told = f"expected seed {seeds[record['case']]} as in {old.name}, got {record['seed']}"
             raise RecordError(f"{new}: {record['case']}: {told}")
-    if not any(record["kind"] == "measurement" and record["role"] == "impl" for record in read(new)):
+    if not any(record["kind"] == "measurement" and record["role"] == "impl" for record in second):
         return None  # interrupted before its first case was done
     result = compare_files(old, new)
     path = Path(os.path.relpath(new.resolve(), folder.resolve())).as_posix()
