@@ -1,6 +1,7 @@
 """Compiling ahead of a tuning: several processes that leave kernels in the caches of the compilers.
 
-What a kernel is compiled for are heads, head dim, dtype and tile: each is compiled once for all cases of a shape.
+What a kernel is compiled for are heads, head dim and dtype, and what the implementation calls the kernel of a
+configuration: each is compiled once for all cases of a shape.
 """
 
 from __future__ import annotations
@@ -9,24 +10,24 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from harness.loop import Display, last_answer
 from harness.study import Case, Entry
 from harness.waking import as_done
 from harness.worker import Compile, Row, WorkerLost, WorkerPool
 from impls.problem import DecodeProblem
+from impls.space import Configuration
 
 MAX_JOBS = 14
 """The most processes that compile side by side."""
 
 SHAPE = ("heads_q", "heads_kv", "head_dim", "dtype")
-"""What a kernel is compiled for, beside its tile."""
+"""What of a problem a kernel is compiled for."""
 
 Variant: TypeAlias = tuple[str, str]
-"""One compiled kernel: an implementation, and shape and tile as text."""
+"""One compiled kernel: an implementation, and shape and kernel as text."""
 
 
 class Compiler:
@@ -42,22 +43,24 @@ class Compiler:
         self._display = display
         self._done: dict[Variant, str | None] = {}
 
-    def compile(self, case: Case, wanted: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[Variant, str]:
-        """Compile what was not compiled before.
+    def compile(self, case: Case, wanted: Sequence[tuple[str, Configuration]]) -> dict[Variant, str]:
+        """Compile what was not compiled before, each by the first configuration that needs it.
 
         Args:
-            case: its heads, head dim and dtype are compiled for.
-            wanted: implementations and tiles.
+            case: what is planned.
+            wanted: implementations and their configurations.
 
         Returns:
             Why a variant cannot be compiled, for those of this shape that cannot.
         """
-        variants = {variant(case.problem, impl, tile): Entry(impl=impl, tuning=tile) for impl, tile in wanted}
+        variants: dict[Variant, Entry] = {}
+        for impl, configuration in wanted:
+            entry = Entry(impl=impl, tuning=configuration.tuning)
+            variants.setdefault(variant(case.problem, impl, configuration), entry)
         missing = [v for v in variants if v not in self._done]
         if self._pools and missing:
             self._display.say(f"{case.name} · compiling {len(missing)} kernels")
-            small = replace(case, problem=replace(case.problem, kv_lens=(2,)))
-            self._done |= self._compile_all({v: Compile(case=small, entry=variants[v]) for v in missing})
+            self._done |= self._compile_all({v: Compile(case=case, entry=variants[v]) for v in missing})
         return {v: reason for v in variants if (reason := self._done.get(v)) is not None}
 
     def _compile_all(self, tasks: Mapping[Variant, Compile]) -> dict[Variant, str | None]:
@@ -99,7 +102,7 @@ def default_jobs(device: str) -> int:
     return min(MAX_JOBS, max(1, (os.cpu_count() or 1) - 2)) if device == "cuda" else 1
 
 
-def variant(problem: DecodeProblem, impl: str, tile: Mapping[str, Any]) -> Variant:
-    """The kernel that a tile of an implementation is compiled to for a problem."""
+def variant(problem: DecodeProblem, impl: str, configuration: Configuration) -> Variant:
+    """The kernel that a configuration of an implementation is compiled to for a problem."""
     shape = {key: getattr(problem, key) for key in SHAPE}
-    return impl, json.dumps([shape, dict(tile)], sort_keys=True)
+    return impl, json.dumps([shape, configuration.kernel], sort_keys=True)

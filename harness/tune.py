@@ -4,7 +4,7 @@ For each case and implementation:
 
 1. the implementation says which configurations there are (:mod:`impls.space`), and which cannot run;
 2. their kernels are compiled, each once for all cases of a shape, in several processes at a time, for the caches of
-   the compilers to hold them: compiling is most of the time, and lengths and splits compile nothing;
+   the compilers to hold them: compiling is most of the time;
 3. a worker checks each configuration against the float64 reference and, if it is right, takes a few samples on the
    study's own inputs with the study's own timer (:mod:`harness.screen`);
 4. the few fastest are compared with the implementation's own choice like implementations of a study: checked again,
@@ -65,7 +65,7 @@ FINALISTS = 4
 """Configurations of an implementation that are compared with its own choice."""
 
 LOSSES = 2
-"""Workers that a tile may take with it; what is left of it then is not tried."""
+"""Workers that a kernel may take with it; what is left of it then is not tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,12 +222,10 @@ class _CaseTuner:
                     can_run.append((entry, configuration))
                 else:
                     self._write(entry, Row(who=0, status="unsupported", reason=configuration.refusal))
-        broken = self._compiler.compile(
-            self._case, [(entry.impl, configuration.tile) for entry, configuration in can_run]
-        )
+        broken = self._compiler.compile(self._case, [(entry.impl, point) for entry, point in can_run])
         compiled = []
         for entry, configuration in can_run:
-            if (reason := broken.get(variant(self._case.problem, entry.impl, configuration.tile))) is None:
+            if (reason := broken.get(variant(self._case.problem, entry.impl, configuration))) is None:
                 compiled.append((entry, configuration))
             else:
                 self._write(entry, Row(who=0, status="failed", reason=reason))
@@ -256,11 +254,11 @@ class _CaseTuner:
                 # As in a study, whose step it was pays for it; where it was nobody's, nobody can have a result.
                 for who in sorted(waiting) if lost.who is None else sorted({lost.who} & waiting.keys()):
                     entry, configuration = waiting[who]
-                    losses[variant(self._case.problem, entry.impl, configuration.tile)] += 1
+                    losses[variant(self._case.problem, entry.impl, configuration)] += 1
                     settle(Row(who=who, status="failed", reason=lost.reason))
                 for who, (entry, configuration) in list(waiting.items()):
-                    if losses[variant(self._case.problem, entry.impl, configuration.tile)] >= LOSSES:
-                        reason = f"not tried: its tile took {LOSSES} workers with it"
+                    if losses[variant(self._case.problem, entry.impl, configuration)] >= LOSSES:
+                        reason = f"not tried: its kernel took {LOSSES} workers with it"
                         settle(Row(who=who, status="failed", reason=reason))
 
     def _compare(self, impls: Sequence[str]) -> None:

@@ -138,7 +138,7 @@ class Compile:
     """Compile what an entry needs on a case, for the caches of the compilers; answered by one :class:`Row`.
 
     Args:
-        case: the case; its lengths do not matter.
+        case: the case.
         entry: what to compile.
     """
 

@@ -35,12 +35,15 @@ class Configuration:
     Args:
         tile: the part of the tuning that decides what is compiled; empty for the implementation's own choice.
         splits: the rest of it.
-        refusal: the rule by which this tile cannot run on the device, or None.
+        refusal: the rule by which this cannot run on the device, or None.
+        kernel: what is compiled for it, in the implementation's own words: configurations with the same, for the
+            same heads, head dim and dtype, run the same compiled kernel.
     """
 
     tile: Mapping[str, Scalar]
     splits: Mapping[str, Scalar]
     refusal: str | None = None
+    kernel: str = ""
 
     @property
     def tuning(self) -> dict[str, Scalar]:
@@ -53,11 +56,7 @@ class Tunable(Protocol):
     """An implementation that says what may be tried in place of its own choices, beside what all promise."""
 
     def configurations(self, problem: DecodeProblem, device: torch.device) -> Sequence[Configuration]:
-        """All of the space, the implementation's own choice (an empty tuning) first.
-
-        What is compiled for a tile does not depend on the problem's lengths or on the splits, but for the kernels
-        of TileLang's clusters: one for each cluster size that occurs, compiled by whoever plans it first.
-        """
+        """All of the space, the implementation's own choice (an empty tuning) first."""
         ...
 
 
@@ -66,12 +65,29 @@ def expand(space: Space) -> list[dict[str, Scalar]]:
     return [dict(zip(grid, point, strict=True)) for grid in space for point in product(*grid.values())]
 
 
-def configurations(tiles: Space, refusal: Callable[[Mapping[str, Scalar]], str | None]) -> list[Configuration]:
-    """The own choice, then every tile with every way to split; ``refusal`` is asked once a tile."""
-    found = [Configuration({}, {})]
+def configurations(
+    tiles: Space,
+    refusal: Callable[[Mapping[str, Scalar]], str | None],
+    kernel: Callable[[Mapping[str, Scalar]], str],
+) -> list[Configuration]:
+    """The own choice, then every tile with every way to split.
+
+    Args:
+        tiles: the space.
+        refusal: of a tile that cannot run, asked once for each.
+        kernel: what is compiled for a tuning; a ``ValueError`` of it is the refusal.
+    """
+    found = [Configuration({}, {}, kernel="own choice")]
     for tile in expand(tiles):
         why = refusal(tile)
-        found += [Configuration(tile, splits, why) for splits in expand(SPLIT_SPACE)]
+        for splits in expand(SPLIT_SPACE):
+            compiled, no = "", why
+            if no is None:
+                try:
+                    compiled = kernel({**tile, **splits})
+                except ValueError as error:  # a plan refused is one
+                    no = str(error)
+            found.append(Configuration(tile, splits, no, compiled))
     return found
 
 

@@ -7,6 +7,7 @@ Those are decided and allocated here; a kernel file adds its tile and its launch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def choose_splits(
     min_keys: int,
     enough: int | None = None,
 ) -> SplitTable:
-    """The split table of a problem under a tuning of :data:`SPLIT_TUNING`; see :class:`SplitKVPlan`."""
+    """The split table of a problem under a tuning of :data:`SPLIT_TUNING`; see :func:`decide_splitting`."""
     lens = as_array(problem.kv_lens)
     if choice["num_splits"] != "auto":
         return make_table(lens, equal_counts(lens, positive(choice, "num_splits")))
@@ -180,16 +181,45 @@ def upload(rows: Int32Array, device: torch.device) -> Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-class SplitKVPlan:
-    """The part of a plan that does not depend on the kernel language; see :class:`impls.contract.DecodePlan`.
+@dataclass(frozen=True)
+class Splitting:
+    """How a plan splits its batch and merges the splits: all that is decided before it takes any memory.
 
-    Making one never waits for the device: it may be made while earlier work runs, and its kernels may be
-    launched on the stream that was current when it was made, or on one that waits for that stream.
+    Args:
+        table: the splits.
+        cluster: CTAs that merge their splits by themselves, as one cluster.
+        exchange: whether all CTAs do so, by :mod:`impls.exchange`.
+        tiles_per_split: CTAs that one split launches.
+        ctas: of the split kernel.
+        slots: partials in the workspace.
+        workspace_bytes: of partials, LSE and counters.
+    """
+
+    table: SplitTable
+    cluster: int
+    exchange: bool
+    tiles_per_split: int
+    ctas: int
+    slots: int
+    workspace_bytes: int
+
+
+def decide_splitting(
+    problem: DecodeProblem,
+    choice: Mapping[str, Scalar],
+    *,
+    sm_count: int,
+    tiles_per_split: int,
+    min_keys: int,
+    enough: int | None = None,
+    choose_cluster: Callable[[Int64Array], int] | None = None,
+    at_once: int = 0,
+) -> Splitting:
+    """What a tuning of :data:`SPLIT_TUNING` comes to for a kernel of ours; host values only.
 
     Args:
         problem: what is to be computed.
-        device: where.
-        choice: the tuning, complete; of it :data:`SPLIT_TUNING` is read here.
+        choice: the tuning, complete.
         sm_count: SMs of the device, or what stands in for them.
         tiles_per_split: CTAs that one split launches: KV heads times head tiles.
         min_keys: ``auto`` plans no split shorter than this; see :func:`split_limits`.
@@ -203,6 +233,50 @@ class SplitKVPlan:
         PlanRefused: if the workspace would exceed ``workspace_budget_bytes``.
         ValueError: for a choice out of range.
     """
+    table = choose_splits(
+        problem,
+        choice,
+        sm_count=sm_count,
+        tiles_per_split=tiles_per_split,
+        min_keys=min_keys,
+        enough=enough,
+    )
+    if choice["merge"] not in MERGES:
+        raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {choice['merge']!r}")
+    cluster = choose_cluster(table.counts) if choose_cluster else 1
+    ctas = table.splits * tiles_per_split
+    slots = table.slots if cluster == 1 else 0
+    exchange = slots > 0 and _merges_by_exchange(choice, problem, table, ctas=ctas, at_once=at_once, sms=sm_count)
+    if exchange:
+        workspace_bytes = mail_bytes(slots, problem.heads_q, problem.head_dim, ctas)
+    else:
+        workspace_bytes = table.workspace_bytes(problem.heads_q, problem.head_dim) if slots else 0
+    budget = positive(choice, BUDGET)
+    if workspace_bytes > budget:
+        raise PlanRefused(f"workspace: expected <= {budget} bytes (workspace_budget_bytes), got {workspace_bytes}")
+    return Splitting(
+        table=table,
+        cluster=cluster,
+        exchange=exchange,
+        tiles_per_split=tiles_per_split,
+        ctas=ctas,
+        slots=slots,
+        workspace_bytes=workspace_bytes,
+    )
+
+
+class SplitKVPlan:
+    """The part of a plan that does not depend on the kernel language; see :class:`impls.contract.DecodePlan`.
+
+    Making one never waits for the device: it may be made while earlier work runs, and its kernels may be
+    launched on the stream that was current when it was made, or on one that waits for that stream.
+
+    Args:
+        problem: what is to be computed.
+        device: where.
+        choice: the tuning, complete.
+        splitting: what it comes to.
+    """
 
     config: Mapping[str, Scalar]
 
@@ -211,44 +285,15 @@ class SplitKVPlan:
         problem: DecodeProblem,
         device: torch.device,
         choice: Mapping[str, Scalar],
-        *,
-        sm_count: int,
-        tiles_per_split: int,
-        min_keys: int,
-        enough: int | None = None,
-        choose_cluster: Callable[[Int64Array], int] | None = None,
-        at_once: int = 0,
+        splitting: Splitting,
     ) -> None:
-        table = choose_splits(
-            problem,
-            choice,
-            sm_count=sm_count,
-            tiles_per_split=tiles_per_split,
-            min_keys=min_keys,
-            enough=enough,
-        )
-        if choice["merge"] not in MERGES:
-            raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {choice['merge']!r}")
-        self._cluster = choose_cluster(table.counts) if choose_cluster else 1
-        ctas = table.splits * tiles_per_split
-        slots = table.slots if self._cluster == 1 else 0
-        self._exchange = slots > 0 and _merges_by_exchange(
-            choice, problem, table, ctas=ctas, at_once=at_once, sms=sm_count
-        )
-        if self._exchange:
-            workspace_bytes = mail_bytes(slots, problem.heads_q, problem.head_dim, ctas)
-        else:
-            workspace_bytes = table.workspace_bytes(problem.heads_q, problem.head_dim) if slots else 0
-        budget = positive(choice, BUDGET)
-        if workspace_bytes > budget:
-            raise PlanRefused(
-                f"workspace: expected <= {budget} bytes (workspace_budget_bytes), got {workspace_bytes}"
-            )
+        table, slots = splitting.table, splitting.slots
+        self._cluster, self._exchange = splitting.cluster, splitting.exchange
         self._problem = problem
         self._total_kv = problem.total_kv  # a sum over all lengths: not in every launch
         self._device = device
         self._counts = table.counts
-        rows = upload(table.ctas(tiles_per_split) if self._exchange else table.rows, device)
+        rows = upload(table.ctas(splitting.tiles_per_split) if self._exchange else table.rows, device)
         items = len(rows) if self._exchange else table.splits
         self._items = rows[:items]  # [splits, 4], or in an exchange [CTAs, 8]
         self._merges = rows[items:] if slots else rows[:0]  # [merged sequences, 4]
@@ -259,13 +304,13 @@ class SplitKVPlan:
         else:
             self._partial = torch.empty((slots, problem.heads_q, problem.head_dim), dtype=f32, device=device)
         self._partial_lse = torch.empty((0 if self._exchange else slots, problem.heads_q), dtype=f32, device=device)
-        self._rounds = torch.zeros(ctas if self._exchange else 0, dtype=torch.int32, device=device)
+        self._rounds = torch.zeros(splitting.ctas if self._exchange else 0, dtype=torch.int32, device=device)
         self._split_config: Mapping[str, Scalar] = {
             "num_splits": choice["num_splits"],
             "splits_max": table.splits_max,
-            "work_items": ctas,
+            "work_items": splitting.ctas,
             "merge": "exchange" if self._exchange else "combine" if slots else None,
-            "workspace_bytes": workspace_bytes,
+            "workspace_bytes": splitting.workspace_bytes,
         }
 
     @property

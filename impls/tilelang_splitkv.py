@@ -43,7 +43,7 @@ One difference is of algorithm: Triton has no way to reach distributed shared me
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import product
 from typing import Any
@@ -56,7 +56,14 @@ from impls.exchange import STATS
 from impls.libraries import check_capability, sm_count
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
-from impls.splitkv_plan import CPU_CTAS, SPLIT_TUNING, SplitKVPlan, split_limits
+from impls.splitkv_plan import (
+    CPU_CTAS,
+    SPLIT_TUNING,
+    SplitKVPlan,
+    Splitting,
+    decide_splitting,
+    split_limits,
+)
 
 try:
     import tilelang
@@ -597,37 +604,73 @@ def combine(partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: 
     kernel(partial, lse, merges, out, out_lse)
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What a tuning comes to for a problem on a machine, before anything is compiled.
+
+    Args:
+        whole: the tile for the whole ring.
+        half: the one for half of it; None where there is none, or the caller has chosen a tile.
+        tile: which of them is taken.
+        splitting: the splits, and how they merge.
+    """
+
+    whole: Tile
+    half: Tile | None
+    tile: Tile
+    splitting: Splitting
+
+
+def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar], sms: int) -> Decision:
+    """Tile, splits and the way to merge them; host values only.
+
+    Raises:
+        PlanRefused: if the workspace would exceed its budget.
+        ValueError: for a choice out of range.
+    """
+    whole, half = choose_tile(machine, problem, choice), half_tile(machine, problem, choice)
+    tile = half if half is not None and takes_half(problem, choice, half, sms) else whole
+    min_keys, enough = split_limits(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=machine.tma)
+    # Who asks for another way to merge has said no to clusters.
+    asked = 1 if choice["cluster"] is None and choice["merge"] != "auto" else choice["cluster"]
+    splitting = decide_splitting(
+        problem,
+        choice,
+        sm_count=sms,
+        tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
+        min_keys=min_keys,
+        enough=enough,
+        choose_cluster=lambda counts: choose_cluster(machine, problem, tile, asked, counts, sms=sms),
+        at_once=at_once(machine, problem, tile, sms),
+    )
+    return Decision(whole, half, tile, splitting)
+
+
+def sms_of(device: torch.device) -> int:
+    """SMs of a GPU; on a CPU, what stands in for them."""
+    return sm_count(device) if device.type == "cuda" else CPU_CTAS
+
+
 class TileLangPlan(SplitKVPlan):
-    """The plan of one problem; see :class:`impls.contract.DecodePlan`."""
+    """The plan of one problem; see :class:`impls.contract.DecodePlan`.
+
+    What other lengths may need is compiled with the first plan of a shape, unless the caller has chosen the tile:
+    then only what these lengths need.
+    """
 
     def __init__(self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]) -> None:
         machine = choose_machine(device)
-        sms = sm_count(device) if device.type == "cuda" else CPU_CTAS
-        whole, half = choose_tile(machine, problem, choice), half_tile(machine, problem, choice)
-        tile = half if half is not None and takes_half(problem, choice, half, sms) else whole
-        min_keys, enough = split_limits(
-            sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=machine.tma
-        )
-        # Who asks for another way to merge has said no to clusters.
-        asked = 1 if choice["cluster"] is None and choice["merge"] != "auto" else choice["cluster"]
-        super().__init__(
-            problem,
-            device,
-            choice,
-            sm_count=sms,
-            tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
-            min_keys=min_keys,
-            enough=enough,
-            choose_cluster=lambda counts: choose_cluster(machine, problem, tile, asked, counts, sms=sms),
-            at_once=at_once(machine, problem, tile, sms),
-        )
+        decision = decide(machine, problem, choice, sms_of(device))
+        tile = decision.tile
+        super().__init__(problem, device, choice, decision.splitting)
         dtype = compute_dtype(machine, problem.dtype)
         self._machine = machine
         self._groups = self._items.unflatten(0, (-1, self._cluster))  # [groups, CTAs of a cluster, 4 or 8]
         self._dtype = TORCH_DTYPES[dtype]
         self._scale_log2 = problem.softmax_scale * LOG2_E
         shape = (problem.heads_q, problem.heads_kv, problem.head_dim)
-        compile_ahead(machine.name, *shape, dtype, whole, half)
+        if all(choice[name] is None for name in TILE_TUNING):
+            compile_ahead(machine.name, *shape, dtype, decision.whole, decision.half)
         self._split = compiled_split(machine.name, *shape, dtype, tile, self._cluster, self._exchange)
         self._combine = compiled_combine(machine.name, problem.heads_q, problem.head_dim, dtype)
         self.config = {
@@ -703,9 +746,9 @@ class TileLangSplitKV:
     def configurations(self, problem: DecodeProblem, device: torch.device) -> list[Configuration]:
         """:data:`SPACE` with every way to split; see :class:`impls.space.Tunable`.
 
-        Each way brings its own cluster size, as our rule has it: a tile is compiled for each of those that occur.
+        How splits merge is our rule's choice, and each way is a kernel of its own.
         """
-        machine = choose_machine(device)
+        machine, sms = choose_machine(device), sms_of(device)
 
         def refusal(choice: Mapping[str, Scalar]) -> str | None:
             tile = choose_tile(machine, problem, {**TUNING, **choice})
@@ -714,7 +757,12 @@ class TileLangSplitKV:
             most: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
             return too_large(tile_bytes(machine, problem, tile), most)
 
-        return configurations(SPACE, refusal)
+        def kernel(choice: Mapping[str, Scalar]) -> str:
+            decision = decide(machine, problem, {**TUNING, **choice}, sms)
+            splitting = decision.splitting
+            return f"{decision.tile}, cluster {splitting.cluster}, exchange {splitting.exchange}"
+
+        return configurations(SPACE, refusal, kernel)
 
 
 class TileLangEqualSplits(TileLangSplitKV):

@@ -35,9 +35,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, 
 from impls.libraries import check_capability
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
-from impls.splitkv_plan import SPLIT_TUNING, WORK, SplitKVPlan, work_of
+from impls.splitkv_plan import SPLIT_TUNING, WORK, SplitKVPlan, Splitting, decide_splitting, work_of
 from impls.triton_launch import Launch
 from impls.triton_tile import (
     SPACE,
@@ -320,25 +321,39 @@ def compiled_variants() -> int:
     return sum(len(kernels) for jit in (split_kernel, combine_kernel) for kernels, *_ in jit.device_caches.values())
 
 
+def decide(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile) -> Splitting:
+    """Splits and the way to merge them; host values only.
+
+    Raises:
+        PlanRefused: if the workspace would exceed its budget.
+        ValueError: for a choice out of range.
+    """
+    # Words go in pairs. Next to float32 products, which fill the registers, the compiler spills.
+    can_exchange = not INTERPRETED and problem.head_dim % 2 == 0 and problem.dtype != "float32"
+    return decide_splitting(
+        problem,
+        choice,
+        sm_count=sm_count(device),
+        tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
+        min_keys=tile.block_n,
+        at_once=at_once(problem, tile, device) if can_exchange else 0,
+    )
+
+
 class TritonPlan(SplitKVPlan):
     """The plan of one problem; see :class:`impls.contract.DecodePlan`."""
 
     def __init__(
-        self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile
+        self,
+        problem: DecodeProblem,
+        device: torch.device,
+        choice: Mapping[str, Scalar],
+        tile: Tile,
+        splitting: Splitting,
     ) -> None:
-        head_tiles = -(-problem.group // tile.block_h)
-        tiles = problem.heads_kv * head_tiles
-        # Words go in pairs. Next to float32 products, which fill the registers, the compiler spills.
-        can_exchange = not INTERPRETED and problem.head_dim % 2 == 0 and problem.dtype != "float32"
-        super().__init__(
-            problem,
-            device,
-            choice,
-            sm_count=sm_count(device),
-            tiles_per_split=tiles,
-            min_keys=tile.block_n,
-            at_once=at_once(problem, tile, device) if can_exchange else 0,
-        )
+        super().__init__(problem, device, choice, splitting)
+        tiles = splitting.tiles_per_split
+        head_tiles = tiles // problem.heads_kv
         compute_dtype = "float32" if INTERPRETED else problem.dtype
         scale_log2 = problem.softmax_scale * math.log2(math.e)
         scalars = (problem.heads_q, problem.group, tiles, head_tiles, scale_log2)
@@ -391,6 +406,7 @@ class TritonSplitKV:
 
     def __init__(self) -> None:
         self._tiles: dict[tuple[object, ...], Mapping[str, Tile]] = {}
+        self._compiled: set[tuple[object, ...]] = set()
 
     def unsupported(self, problem: DecodeProblem, device: torch.device) -> str | None:
         """Refuses head dims over 256, GPUs before sm_80, and the device that Triton does not run on here."""
@@ -408,10 +424,19 @@ class TritonSplitKV:
         device: torch.device,
         tuning: Mapping[str, Scalar] | None = None,
     ) -> TritonPlan:
-        """See :meth:`impls.contract.DecodeImpl.plan`; the tuning keys are those of :data:`TUNING`."""
+        """See :meth:`impls.contract.DecodeImpl.plan`; the tuning keys are those of :data:`TUNING`.
+
+        What other lengths may need is compiled with the first plan of a shape, unless the caller has chosen the
+        tile: then only what these lengths need.
+        """
         choice = check_tuning(tuning, TUNING)
-        tiles = self._compiled_tiles(problem, device, choice)
-        return TritonPlan(problem, device, choice, tiles[work_of(problem, sm_count(device))])
+        tiles = self._tiles_of(problem, device, choice)
+        tile = tiles[work_of(problem, sm_count(device))]
+        splitting = decide(problem, device, choice, tile)
+        own = all(choice[name] == default for name, default in TILE_TUNING.items())
+        needed = product(tiles.values(), (False, True)) if own else [(tile, splitting.exchange)]
+        self._compile_once(problem, device, choice, needed)
+        return TritonPlan(problem, device, choice, tile, splitting)
 
     def configurations(self, problem: DecodeProblem, device: torch.device) -> list[Configuration]:
         """:data:`SPACE` with every way to split; see :class:`impls.space.Tunable`."""
@@ -422,24 +447,46 @@ class TritonSplitKV:
             tile = choose_tile(problem, device, {**TUNING, **choice}, work="long")
             return too_large(tile_bytes(problem, tile, wgmma=uses_wgmma(tile, device)), shared_memory(device))
 
-        return configurations(SPACE, refusal)
+        def kernel(choice: Mapping[str, Scalar]) -> str:
+            tuning = {**TUNING, **choice}
+            tile = choose_tile(problem, device, tuning, work=work_of(problem, sm_count(device)))
+            return f"{tile}, exchange {decide(problem, device, tuning, tile).exchange}"
 
-    def _compiled_tiles(
+        return configurations(SPACE, refusal, kernel)
+
+    def _tiles_of(
         self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]
     ) -> Mapping[str, Tile]:
-        """The tile of each kind of work, chosen and compiled once for all lengths and batch sizes."""
-        shape = (problem.heads_q, problem.heads_kv, problem.head_dim, problem.dtype)
-        key = (device, *shape, *(choice[name] for name in TILE_TUNING))
+        """The tile of each kind of work, chosen once for all lengths and batch sizes."""
+        key = (*_shape(problem, device), *(choice[name] for name in TILE_TUNING))
         if key not in self._tiles:
-            tiles = {work: choose_tile(problem, device, choice, work=work) for work in WORK}
-            for tile in set(tiles.values()):
-                _compile(problem, device, choice, tile)
-            self._tiles[key] = tiles
+            self._tiles[key] = {work: choose_tile(problem, device, choice, work=work) for work in WORK}
         return self._tiles[key]
 
+    def _compile_once(
+        self,
+        problem: DecodeProblem,
+        device: torch.device,
+        choice: Mapping[str, Scalar],
+        needed: Iterable[tuple[Tile, bool]],
+    ) -> None:
+        """Compile the kernels of these tiles that merge splits by themselves or do not, for any lengths."""
+        for tile, exchange in needed:
+            key = (*_shape(problem, device), tile, exchange)
+            if key not in self._compiled:
+                _compile(problem, device, choice, tile, exchange)
+                self._compiled.add(key)
 
-def _compile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile) -> None:
-    """Compile and load all kernels by running them once on two keys in two splits, for each way to merge those.
+
+def _shape(problem: DecodeProblem, device: torch.device) -> tuple[object, ...]:
+    return device, problem.heads_q, problem.heads_kv, problem.head_dim, problem.dtype
+
+
+def _compile(
+    problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile, exchange: bool
+) -> None:
+    """Compile and load a split kernel, and the combine kernel if it does not merge by itself, by running them once
+    on two keys in two splits.
 
     The first real run may be inside a CUDA graph, where neither may happen.
     """
@@ -450,6 +497,7 @@ def _compile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, 
     q = torch.zeros((1, tiny.heads_q, tiny.head_dim), dtype=dtype, device=device)
     kv = torch.zeros((2, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)
     cu_seqlens_k = torch.tensor(tiny.cu_seqlens, dtype=torch.int32, device=device)
-    for merging in ("combine", "auto"):  # whatever exchanges has no fewer programs, so this does too
-        plan = TritonPlan(tiny, device, {**choice, "num_splits": 2, "merge": merging}, tile)
-        plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)
+    # Whatever exchanges has no fewer programs than this, so this does too.
+    small = {**choice, "num_splits": 2, "merge": "auto" if exchange else "combine"}
+    plan = TritonPlan(tiny, device, small, tile, decide(tiny, device, small, tile))
+    plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)

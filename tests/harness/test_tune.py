@@ -19,6 +19,7 @@ from harness.study import Study
 from harness.tune import Summary, told, tune_study
 from harness.worker import Row, Setup, WorkerLost
 from impls.problem import DecodeProblem
+from impls.space import Configuration
 from tests.harness.fake_tunable import LOG_VARIABLE
 from tests.harness.test_runner import FIRST, SECOND, interrupt_when, make_study
 
@@ -70,7 +71,7 @@ def test_every_configuration_has_one_record_with_its_fate(study: Study) -> None:
     assert rows["large", None]["reason"] == "shared memory: expected <= 10 bytes a CTA, got 20"
     assert rows["does-not-compile", 2]["reason"] == "compile: RuntimeError: ptxas: out of registers"
     assert rows["dies", 1]["reason"] == "check: the process ended with exit code 7"
-    assert rows["dies", 3]["reason"] == "not tried: its tile took 2 workers with it"
+    assert rows["dies", 3]["reason"] == "not tried: its kernel took 2 workers with it"
     assert "faster than memory" in rows["too-fast", 1]["reason"]
 
 
@@ -201,14 +202,19 @@ def test_an_unknown_case_lists_the_known(tmp_path: Path) -> None:
         tune(make_study(tmp_path, "Right"), "Tunable", cases=["third"])
 
 
-def test_kernels_are_compiled_for_a_shape_and_a_tile_and_not_for_lengths() -> None:
-    one = variant(FIRST.problem, "a", {"x": 1, "y": 2})
-    assert variant(replace(FIRST.problem, kv_lens=(9, 9)), "a", {"y": 2, "x": 1}) == one
+def point(x: int, splits: int = 1) -> Configuration:
+    """A configuration with a tile of its own kernel."""
+    return Configuration({"x": x}, {"num_splits": splits}, kernel=f"kernel {x}")
+
+
+def test_kernels_are_compiled_for_a_shape_and_not_for_lengths_or_splits() -> None:
+    one = variant(FIRST.problem, "a", point(1))
+    assert variant(replace(FIRST.problem, kv_lens=(9, 9)), "a", point(1, splits=2)) == one
     others = [
-        variant(replace(FIRST.problem, head_dim=128), "a", {"x": 1, "y": 2}),
-        variant(replace(FIRST.problem, dtype="bfloat16"), "a", {"x": 1, "y": 2}),
-        variant(FIRST.problem, "b", {"x": 1, "y": 2}),
-        variant(FIRST.problem, "a", {"x": 1}),
+        variant(replace(FIRST.problem, head_dim=128), "a", point(1)),
+        variant(replace(FIRST.problem, dtype="bfloat16"), "a", point(1)),
+        variant(FIRST.problem, "b", point(1)),
+        variant(FIRST.problem, "a", point(2)),
     ]
     assert len({one, *others}) == 5
 
@@ -255,7 +261,7 @@ def test_compiling_is_interrupted_whichever_thread_the_signal_reaches() -> None:
     interrupted = interrupt_when(lambda: all(pool.asked for pool in pools))
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        Compiler(pools, Display(None, total=1)).compile(FIRST, [("a", {"x": n}) for n in range(9)])
+        Compiler(pools, Display(None, total=1)).compile(FIRST, [("a", point(n)) for n in range(9)])
     assert time.monotonic() - started < 20
     assert interrupted.is_set()
     assert all(pool.killed.is_set() for pool in pools)
@@ -264,16 +270,19 @@ def test_compiling_is_interrupted_whichever_thread_the_signal_reaches() -> None:
 
 def test_a_compiler_that_does_not_start_is_no_fault_of_the_kernel() -> None:
     pool: Any = Pool(starts=False)
-    assert Compiler([pool], Display(None, total=1)).compile(FIRST, [("a", {"x": 1})]) == {}
+    assert Compiler([pool], Display(None, total=1)).compile(FIRST, [("a", point(1))]) == {}
     assert pool.asked == []
 
 
 def test_a_kernel_is_compiled_once_for_all_cases_of_a_shape_and_what_kills_its_compiler_is_remembered() -> None:
     pool: Any = Pool(starts=True)
     compiler = Compiler([pool], Display(None, total=1))
-    wanted: list[tuple[str, dict[str, Any]]] = [("a", {"x": 1}), ("a", {"x": 2}), ("a", {"x": 1})]
-    bad = {variant(FIRST.problem, "a", {"x": 1}): "compile: the process died of SIGSEGV"}
+    wanted = [("a", point(1)), ("a", point(2)), ("a", point(1, splits=2))]
+    bad = {variant(FIRST.problem, "a", point(1)): "compile: the process died of SIGSEGV"}
     assert compiler.compile(FIRST, wanted) == bad
-    assert compiler.compile(SECOND, [*wanted, ("a", {"x": 3})]) == bad
-    assert [task.entry.tuning for task in pool.asked] == [{"x": 1}, {"x": 2}, {"x": 3}]
-    assert {task.case.problem.kv_lens for task in pool.asked} == {(2,)}
+    assert compiler.compile(SECOND, [*wanted, ("a", point(3))]) == bad
+    assert [(task.case, task.entry.tuning) for task in pool.asked] == [
+        (FIRST, {"x": 1, "num_splits": 1}),
+        (FIRST, {"x": 2, "num_splits": 1}),
+        (SECOND, {"x": 3, "num_splits": 1}),
+    ]

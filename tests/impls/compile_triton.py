@@ -35,7 +35,7 @@ from impls.problem import DecodeProblem
 from impls.splitkv_plan import WORK
 from impls.triton_exchange import pairs_at_a_time
 from impls.triton_launch import Launch
-from impls.triton_splitkv import TUNING, TritonPlan, combine_kernel, split_kernel
+from impls.triton_splitkv import TUNING, TritonPlan, combine_kernel, decide, split_kernel
 from impls.triton_tile import Tile, block_d, choose_tile
 
 SM_90 = GPUTarget("cuda", 90, 32)
@@ -136,7 +136,8 @@ def variants() -> dict[str, int]:
         problem = DecodeProblem(kv_lens=lens, heads_q=8, heads_kv=2, head_dim=64)
         tuning = {**TUNING, "num_splits": 1 + len(lens)}
         tile = choose_tile(problem, torch.device("cpu"), tuning, work="short")
-        plan = TritonPlan(problem, torch.device("cpu"), tuning, tile)
+        splitting = decide(problem, torch.device("cpu"), tuning, tile)
+        plan = TritonPlan(problem, torch.device("cpu"), tuning, tile, splitting)
         plan.run(make_inputs(problem, b, "cpu"), plan.new_output())
     return {name: len(found) for name, found in keys.items()}
 

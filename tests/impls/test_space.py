@@ -63,6 +63,31 @@ def test_each_case_has_48_plans_that_fit_and_differ(impl: DecodeImpl, case) -> N
     assert len({tuple(sorted(c.tuning.items(), key=str)) for c in fit}) == len(fit)
 
 
+@pytest.mark.parametrize("name", ["b1_1k", "b1_8k", "tp8_b32_8k", "trace_code_1200s", "b64_4k"])
+def test_tilelang_says_of_each_configuration_what_is_compiled_for_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = next(case.problem for case in CASES if case.name == name)
+    properties = SimpleNamespace(multi_processor_count=SM_COUNT, shared_memory_per_block_optin=SHARED_BYTES)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    machine = tilelang_splitkv.MACHINES["sm_90a"]
+    monkeypatch.setattr(tilelang_splitkv, "choose_machine", lambda device: machine)
+    monkeypatch.setattr(tilelang_splitkv, "sms_of", lambda device: SM_COUNT)
+    compiled: list[object] = []
+    monkeypatch.setattr(tilelang_splitkv, "compiled_split", lambda *what: compiled.append(what))
+    monkeypatch.setattr(tilelang_splitkv, "compiled_combine", lambda *what: None)
+    ours = tilelang_splitkv.TileLangSplitKV.__new__(tilelang_splitkv.TileLangSplitKV)  # needs a GPU or a compiler
+    found: dict[str, set[object]] = {}
+    for configuration in ours.configurations(problem, torch.device("cpu")):
+        if configuration.refusal is None and configuration.tile:
+            compiled.clear()
+            ours.plan(problem, torch.device("cpu"), configuration.tuning)
+            assert len(compiled) == 1, "a chosen tile compiles what these lengths need, and nothing ahead"
+            found.setdefault(configuration.kernel, set()).update(compiled)
+    kernels = [kernel for each in found.values() for kernel in each]
+    assert len(kernels) == len(found) == len(set(kernels)) > 10
+
+
 def test_tilelang_has_what_the_official_example_is_tuned_over() -> None:
     tiles = expand(tilelang_splitkv.SPACE)
     counts = [splits.get("num_splits") for splits in expand(SPLIT_SPACE)]
