@@ -47,8 +47,11 @@ CPU_CTAS = 32
 CTA_OVERHEAD_BYTES = 136 << 10
 """What starting and ending a CTA costs, as bytes that an SM could have read meanwhile: about 4 µs on an H200."""
 
-WORK = ("long", "short", "even")
+WORK = ("long", "short", "crowd", "even", "steady")
 """Kinds of batches, which have tiles of their own (:func:`work_of`)."""
+
+STEADY_BYTES = 2 << 20
+"""K and V of a CTA over which it reads so long that its start hardly matters."""
 
 IN_FLIGHT_BYTES = 60 << 10
 """K and V on their way for each SM at which TMA reads at the memory's full speed: 8 MB on an H200, by 64 CTAs of
@@ -157,17 +160,21 @@ def work_of(problem: DecodeProblem, sms: int) -> str:
     """What kind of work a batch is, for tiles: one of :data:`WORK`.
 
     Short: fewer than 256 keys a CTA; or up to 2048, where sequences of about one length make two waves or more, or
-    a few of different lengths are cut into splits that no round holds evenly (:func:`few_unlike`). Where many
+    a few of different lengths are cut into splits that no round holds evenly (:func:`few_unlike`). A crowd: short,
+    and so many CTAs that several share an SM in more than one round, and hide each other's start. Where many
     sequences differ in length, several long CTAs may meet on one SM: there each gets an SM of its own, and the work
     is long.
 
-    Even: sequences of about one length that one round of CTAs reads, each on an SM of its own.
+    Even: sequences of about one length that one round of CTAs reads, each on an SM of its own. Steady: even, with
+    over :data:`STEADY_BYTES` a CTA.
     """
     ctas = problem.batch * problem.heads_kv
     keys = problem.total_kv * problem.heads_kv / max(ctas, sms)
     if keys < 256 or few_unlike(problem, sms) or (alike(problem) and ctas >= 2 * sms and keys <= 2048):
-        return "short"
-    return "even" if alike(problem) and ctas <= sms else "long"
+        return "crowd" if ctas >= 2 * sms else "short"
+    if not alike(problem) or ctas > sms:
+        return "long"
+    return "steady" if 2 * keys * problem.head_dim * problem.element_bytes > STEADY_BYTES else "even"
 
 
 def upload(rows: Int32Array, device: torch.device) -> Tensor:

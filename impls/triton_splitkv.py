@@ -13,7 +13,8 @@ Tiling. Decode is bound by reading K and V, so the tile is chosen for bytes in f
 cores: from head dim 128 up, the buffers of K and V fill over half of an SM's shared memory, one CTA an SM;
 short work gets half of that, so that several CTAs hide each other's start and end (:func:`choose_tile`). Up to
 head dim 64 each warp takes a part of every tile's keys, with a running maximum, sum and output of its own, and the
-parts are merged at the end (:func:`parts`).
+parts are merged at the end (:func:`parts`). Where starts matter, Q comes with every tile, in the pipeline: a load
+before the loop would hold up the first of K and V until it has landed.
 
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
 fills the SMs, or a few where lengths differ (:func:`impls.splits.balanced_counts`); an integer gives every
@@ -57,6 +58,7 @@ from impls.triton_tile import (
     block_d,
     choose_tile,
     combine_warps,
+    holds_v,
     parts,
     shared_memory,
     sm_count,
@@ -119,6 +121,7 @@ def split_kernel(
     tiles,  # programs per split: KV heads x head tiles
     head_tiles,
     scale_log2,  # softmax scale x log2(e)
+    zero,  # 0, which the compiler does not know
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -128,17 +131,16 @@ def split_kernel(
     PDL: tl.constexpr,  # programmatic dependent launch
     EXCHANGE: tl.constexpr,  # pairs of columns that are merged here at a time; 0: splits do not merge here
     NUM_WARPS: tl.constexpr,
+    EAGER: tl.constexpr,  # K and V are on their way before anything waits for Q
+    HOLD: tl.constexpr,
 ):
     """Attention of one head tile over one split; with EXCHANGE also a share of the sequence's merge."""
-    if PDL:  # put in place while the kernel before ran, which may write what this reads or read what this writes
-        tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0)
     if EXCHANGE:
         item_ptr = items_ptr + pid * 8
         tile = tl.load(item_ptr + 4)
         rank = tl.load(item_ptr + 5)
         splits = tl.load(item_ptr + 6)
-        round = tl.load(rounds_ptr + pid) + 1
     else:  # the head tiles of a split are neighbours, so that all but the first read K and V from L2
         item_ptr = items_ptr + pid // tiles * 4
         tile = pid % tiles
@@ -146,8 +148,13 @@ def split_kernel(
     first_row = tl.load(item_ptr + 1).to(tl.int64)
     keys = tl.load(item_ptr + 2)
     slot = tl.load(item_ptr + 3)
-    if PDL:  # the combine kernel may be put in place now: it waits by itself for this kernel's results
+    if PDL:
+        # Put in place while the kernel before ran, which may write what is read from here on, or read what is
+        # written; the table is older. The next kernel may be put in place now: it waits for this one's results.
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if EXCHANGE:
+        round = tl.load(rounds_ptr + pid) + 1
 
     head_kv = (tile // head_tiles).to(tl.int64)
     first_g = tile % head_tiles * BLOCK_H
@@ -160,15 +167,18 @@ def split_kernel(
 
     # Row and head offsets are int64: a packed K of 2**31 elements and more is only 4 GiB.
     q_ptrs = q_ptr + sequence.to(tl.int64) * stride_qb + offs_h[:, None].to(tl.int64) * stride_qh + offs_d[None, :]
-    q = tl.load(q_ptrs, mask=mask_hd, other=0.0).to(OPERAND)  # [BLOCK_H, BLOCK_D]
+    if not EAGER:
+        q = tl.load(q_ptrs, mask=mask_hd, other=0.0).to(OPERAND)
     m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_H], tl.float32)
+    SPREAD: tl.constexpr = BLOCK_H == 16  # the sum is added up over keys at the end; more rows lack the registers
+    l_i = tl.zeros([BLOCK_H, BLOCK_N // PARTS] if SPREAD else [BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     if PARTS > 1:  # one axis more in front of all: no warp waits for another inside of a tile
         offs_n = tl.reshape(offs_n, [PARTS, BLOCK_N // PARTS])
-        q = tl.broadcast_to(q[None], [PARTS, BLOCK_H, BLOCK_D])
+        if not EAGER:
+            q = tl.broadcast_to(q[None], [PARTS, BLOCK_H, BLOCK_D])
         m_i = tl.broadcast_to(m_i[None], [PARTS, BLOCK_H])
-        l_i = tl.broadcast_to(l_i[None], [PARTS, BLOCK_H])
+        l_i = tl.broadcast_to(l_i[None], [PARTS, BLOCK_H, BLOCK_N // PARTS])  # parts have 16 rows
         acc = tl.broadcast_to(acc[None], [PARTS, BLOCK_H, BLOCK_D])
     KEYS: tl.constexpr = 1 if PARTS == 1 else 2  # the axis of scores along which keys lie
     k_ptrs = k_ptr + first_row * stride_kn + head_kv * stride_kh
@@ -180,8 +190,15 @@ def split_kernel(
         # Rows past the split are not read: what lies there may be NaN, and 0 x NaN would survive in V.
         mask_n = offs_n < keys - start
         mask_nd = tl.expand_dims(mask_n, -1) & mask_d
+        if EAGER:  # in the pipeline, since the compiler does not know that zero is 0: nothing waits for Q alone
+            q = tl.load(q_ptrs, mask=mask_hd, other=0.0).to(OPERAND)
+            q_ptrs += zero
+            if PARTS > 1:
+                q = tl.broadcast_to(q[None], [PARTS, BLOCK_H, BLOCK_D])
         k = tl.load(k_ptrs, mask=mask_nd, other=0.0).to(OPERAND)  # [BLOCK_N, BLOCK_D]
         v = tl.load(v_ptrs, mask=mask_nd, other=0.0).to(OPERAND)  # [BLOCK_N, BLOCK_D]
+        if HOLD:  # past this no load moves: V goes to registers while the maximum is found
+            tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [start], dtype=tl.int32, is_pure=False, pack=1)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_H, BLOCK_N]
         s = tl.where(tl.expand_dims(mask_n, -2), s * scale_log2, float("-inf"))
         # A part may be without keys so far: then its maximum is -inf, and the reference point is 0.
@@ -189,12 +206,14 @@ def split_kernel(
         m_ref = tl.where(m_new > float("-inf"), m_new, 0.0)
         alpha = tl.exp2(m_i - m_ref)
         p = tl.exp2(s - tl.expand_dims(m_ref, -1))
-        l_i = l_i * alpha + tl.sum(p, KEYS)
+        l_i = l_i * tl.expand_dims(alpha, -1) + p if SPREAD else l_i * alpha + tl.sum(p, KEYS)
         acc = tl.dot(p.to(OPERAND), v, acc * tl.expand_dims(alpha, -1), input_precision="ieee")
         m_i = m_new
         k_ptrs += BLOCK_N * stride_kn
         v_ptrs += BLOCK_N * stride_vn
 
+    if SPREAD:
+        l_i = tl.sum(l_i, KEYS)
     if PARTS > 1:
         m_part = m_i
         m_i = tl.max(m_part, 0)
@@ -356,7 +375,7 @@ class TritonPlan(SplitKVPlan):
         head_tiles = tiles // problem.heads_kv
         compute_dtype = "float32" if INTERPRETED else problem.dtype
         scale_log2 = problem.softmax_scale * math.log2(math.e)
-        scalars = (problem.heads_q, problem.group, tiles, head_tiles, scale_log2)
+        scalars = (problem.heads_q, problem.group, tiles, head_tiles, scale_log2, 0)
         pairs = pairs_at_a_time(problem.group, tile.block_h, problem.head_dim, tile.num_warps)
         constants = {
             "HEAD_DIM": problem.head_dim,
@@ -368,6 +387,8 @@ class TritonPlan(SplitKVPlan):
             "PDL": has_pdl(device),
             "EXCHANGE": pairs if self._exchange else 0,
             "NUM_WARPS": tile.num_warps,
+            "EAGER": tile.eager,
+            "HOLD": not INTERPRETED and holds_v(problem, tile),
         }
         self._sent = self._partial.view(torch.int64) if self._exchange else self._partial
         programs = len(self._items) * (1 if self._exchange else tiles)
@@ -433,9 +454,11 @@ class TritonSplitKV:
         tiles = self._tiles_of(problem, device, choice)
         tile = tiles[work_of(problem, sm_count(device))]
         splitting = decide(problem, device, choice, tile)
-        own = all(choice[name] == default for name, default in TILE_TUNING.items())
-        needed = product(tiles.values(), (False, True)) if own else [(tile, splitting.exchange)]
-        self._compile_once(problem, device, choice, needed)
+        self._compile_once(problem, device, choice, [(tile, splitting.exchange)])
+        if all(choice[name] == default for name, default in TILE_TUNING.items()):
+            self._compile_once(problem, device, choice, product(tiles.values(), (False,)))
+            # Our rule exchanges no splits of the others: there are none, or they are too long.
+            self._compile_once(problem, device, choice, [(tiles[work], True) for work in ("long", "short", "even")])
         return TritonPlan(problem, device, choice, tile, splitting)
 
     def configurations(self, problem: DecodeProblem, device: torch.device) -> list[Configuration]:

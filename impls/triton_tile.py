@@ -16,7 +16,13 @@ from impls.problem import DecodeProblem
 from impls.space import Space
 from impls.splitkv_plan import CPU_CTAS, positive
 
-TILE_TUNING: Mapping[str, Scalar] = {"block_n": None, "block_h": None, "num_stages": None, "num_warps": 4}
+TILE_TUNING: Mapping[str, Scalar] = {
+    "block_n": None,
+    "block_h": None,
+    "num_stages": None,
+    "num_warps": 4,
+    "eager": None,
+}
 """What a caller may choose about tiles; None means the rule in :func:`choose_tile`."""
 
 RESERVED_BYTES = 1 << 10
@@ -27,18 +33,24 @@ SPACE: Space = (
     {"block_n": (64, 128), "num_stages": (2, 3), "num_warps": (8,)},
     # 64 rows, for `wgmma`.
     {"block_h": (64,), "block_n": (64, 128), "num_stages": (2, 3)},
+    {"eager": (False, True)},
 )
 """The tiles that a tuner tries."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of the split kernel: everything it is compiled for besides head dim and dtype."""
+    """The shape of the split kernel: everything it is compiled for besides head dim and dtype.
+
+    With ``eager``, Q is loaded again with every tile of keys, as part of the pipeline, so that K and V are on their
+    way before anything waits for Q.
+    """
 
     block_n: int
     block_h: int
     num_stages: int
     num_warps: int
+    eager: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("block_n", 16), ("block_h", 16), ("num_warps", 1)):
@@ -70,6 +82,9 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
     gap, end sooner after shorter last tiles (measured for head dims from 65 to 128). In the interpreter, the
     most keys whose products numpy leaves to one thread: 2^18 multiplications, over which OpenBLAS wakes a pool
     that costs more than it brings.
+
+    ``eager``: where CTAs start often enough for their start to matter and no neighbour hides it, which is for all
+    but crowds and steady work (measured: ``reports/NOTES.md``); only for 16 rows, and not for float32.
     """
     block_h = 16 if problem.dtype == "float32" else min(64, max(16, 1 << (problem.group - 1).bit_length()))
     stages = 3
@@ -80,16 +95,27 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
         key_bytes = 2 * block_d(problem.head_dim) * problem.element_bytes
         fits = shared_memory(device) * 6 // 10 // (buffers * key_bytes)
         block_n = min(64 if problem.dtype == "float32" else 128, 1 << (fits.bit_length() - 1))
-        even = work == "even" and block_d(problem.head_dim) == 128 and choice["block_n"] is None
-        if work == "short" or even:
+        even = work in ("even", "steady") and block_d(problem.head_dim) == 128 and choice["block_n"] is None
+        if work in ("short", "crowd") or even:
             block_n = max(16, block_n // 2)
         stages += even
+    block_h = positive(choice, "block_h", block_h)
+    can = block_h == 16 and problem.dtype != "float32"
+    eager = work not in ("crowd", "steady") if choice["eager"] is None else choice["eager"]
+    if not isinstance(eager, bool):
+        raise ValueError(f"eager: expected true, false or none, got {eager!r}")
     return Tile(
         block_n=positive(choice, "block_n", block_n),
-        block_h=positive(choice, "block_h", block_h),
+        block_h=block_h,
         num_stages=positive(choice, "num_stages", stages),
         num_warps=positive(choice, "num_warps"),
+        eager=eager and can,
     )
+
+
+def holds_v(problem: DecodeProblem, tile: Tile) -> bool:
+    """Whether V goes to registers before the softmax, while its maximum is found: where registers suffice."""
+    return tile.eager and block_d(problem.head_dim) <= 128
 
 
 def parts(problem: DecodeProblem, tile: Tile) -> int:
@@ -106,13 +132,16 @@ def tile_bytes(problem: DecodeProblem, tile: Tile, *, wgmma: bool) -> int:
     """Bytes of shared memory that the compiled split kernel takes, known without compiling it.
 
     The compiler keeps K and V in ``num_stages`` buffers for a wgmma (sm_90, 64 rows), in one fewer for other
-    products. Q goes through shared memory too, and P but for a wgmma; with parts, neither does beside K and V.
+    products. Q goes through shared memory too, with ``eager`` once a buffer, and P but for a wgmma; with parts, P
+    does not, and Q only with ``eager``.
     """
     buffers = tile.num_stages if wgmma else max(1, tile.num_stages - 1)
+    row = block_d(problem.head_dim) * problem.element_bytes
+    ring = 2 * buffers * tile.block_n * row
+    q = tile.block_h * row * (buffers if tile.eager else 1)
     if parts(problem, tile) > 1:
-        return 2 * buffers * tile.block_n * block_d(problem.head_dim) * problem.element_bytes
-    need = (2 * buffers * tile.block_n + tile.block_h) * block_d(problem.head_dim) * problem.element_bytes
-    return need if wgmma else need + tile.block_h * tile.block_n * problem.element_bytes
+        return ring + q if tile.eager else ring
+    return ring + q + (0 if wgmma else tile.block_h * tile.block_n * problem.element_bytes)
 
 
 def uses_wgmma(tile: Tile, device: torch.device) -> bool:

@@ -89,6 +89,8 @@ def compile_split(head_dim: int, dtype: str, tile: Tile, exchange: int = 0) -> d
         "PDL": True,
         "EXCHANGE": exchange,
         "NUM_WARPS": tile.num_warps,
+        "EAGER": tile.eager,
+        "HOLD": triton_tile.holds_v(problem, tile),
     }
     return compile_kernel(split_kernel, dtype, constants, num_stages=tile.num_stages, num_warps=tile.num_warps)
 
@@ -106,7 +108,7 @@ def resources() -> dict[str, dict[str, int]]:
         problem = DecodeProblem(kv_lens=(), heads_q=8 * group, heads_kv=8, head_dim=head_dim, dtype=dtype)
         for work in WORK:
             tile = choose_tile(problem, torch.device("cuda"), TUNING, work=work)
-            name = f"d{head_dim} {dtype} {tile.block_h}x{tile.block_n}x{tile.num_stages}"
+            name = f"d{head_dim} {dtype} {tile.block_h}x{tile.block_n}x{tile.num_stages} {work}"
             out[f"split {name}"] = compile_split(head_dim, dtype, tile)
             if dtype == "float32":  # never exchanged
                 continue
@@ -154,6 +156,10 @@ def space() -> dict[str, list[int]]:
         (64, 128, 16, 3, 4),
         (128, 64, 64, 2, 4),
         (96, 32, 32, 3, 4),
+        (128, 128, 16, 3, 4, True),
+        (128, 64, 16, 4, 4, True),
+        (64, 128, 16, 3, 4, True),
+        (256, 64, 16, 3, 4, True),
     ):
         problem = DecodeProblem(kv_lens=(), heads_q=8, heads_kv=8, head_dim=head_dim)
         tile = Tile(*shape)
@@ -202,8 +208,8 @@ def launches() -> dict[str, int]:
     split_kernel.run = run
     torch.cuda.current_device = lambda: 0
     constants = {"HEAD_DIM": 64, "BLOCK_D": 64, "BLOCK_H": 16, "BLOCK_N": 64, "PARTS": 4}
-    constants |= {"OPERAND": tl.float16, "PDL": True, "EXCHANGE": 0, "NUM_WARPS": 4}
-    launch = Launch(split_kernel, 8, (8, 4, 2, 1, 0.1), constants, {"num_warps": 4})
+    constants |= {"OPERAND": tl.float16, "PDL": True, "EXCHANGE": 0, "NUM_WARPS": 4, "EAGER": True, "HOLD": True}
+    launch = Launch(split_kernel, 8, (8, 4, 2, 1, 0.1, 0), constants, {"num_warps": 4})
     draw = random.Random(1)
     for _ in range(2000):
         dtypes = [torch.float16] * 4 + [torch.float32] * 3 + [torch.int32] * 2

@@ -52,9 +52,10 @@ def test_compiles_for_sm_90_without_spills() -> None:
     [
         ((1024,), "short"),  # less than 256 keys a CTA
         ((8192,), "even"),
-        ((8192,) * 16, "even"),
+        ((8192,) * 16, "steady"),  # 4 MiB a CTA
+        ((4096,) * 16, "even"),
         ((8192,) * 17, "long"),  # a second round
-        ((1024,) * 128, "short"),  # several rounds of CTAs of one length
+        ((1024,) * 128, "crowd"),  # several rounds of CTAs of one length
         ((4096,) * 64, "long"),
         ((1024, 2048) * 64, "long"),  # long ones would meet on one SM
         ((600, 6000, 2000), "short"),  # cut into splits that no round holds evenly
@@ -63,7 +64,7 @@ def test_compiles_for_sm_90_without_spills() -> None:
     ],
 )
 def test_work_on_an_h200(kv_lens: tuple[int, ...], work: str) -> None:
-    shape = replace(problem(), kv_lens=kv_lens, heads_q=32, heads_kv=8)
+    shape = replace(problem(), kv_lens=kv_lens, heads_q=32, heads_kv=8, head_dim=128)
     assert work_of(shape, 132) == work
 
 
@@ -96,6 +97,7 @@ def test_programs_that_an_h200_surely_holds(
         ({"block_h": 24}, "block_h: expected a power of two >= 16, got 24"),
         ({"num_warps": 3}, "num_warps: expected a power of two >= 1, got 3"),
         ({"num_stages": 0}, "num_stages: expected an integer >= 1, got 0"),
+        ({"eager": 1}, "eager: expected true, false or none, got 1"),
     ],
 )
 def test_bad_tiles_are_refused(device: torch.device, tuning: dict[str, Scalar], message: str) -> None:
