@@ -358,11 +358,19 @@ def support(comparison: Comparison) -> Table:
     return Table(["implementation", *map(code, comparison.cases)], "l" + "c" * len(comparison.cases), lines)
 
 
+PAIRED = (
+    "µs are medians over the rounds. What is relative (% of bound, how much slower, and the ratios in the sentences"
+    " at the head) is the median of ratios formed round by round, so it need not be the quotient of the two medians"
+    " beside it."
+)
+"""Which numbers of a report are medians and which are paired; said once, under the table of decisions."""
+
+
 def decisions_note(comparison: Comparison) -> str:
-    """What *fastest or tied* means, what runs the same as another, and what a mark in :func:`decisions` means."""
+    """What is paired, what *fastest or tied* means, what runs the same as another, and what a mark means."""
     best = {decision.best.anchor for decision in decide(comparison) if decision.best is not None}
     marks = deep_note(comparison, comparison.impls[comparison.impls["anchor"].isin(best)])
-    return " ".join(filter(None, [leading_text(comparison), same_text(comparison), marks]))
+    return " ".join(filter(None, [PAIRED, leading_text(comparison), same_text(comparison), marks]))
 
 
 def support_note(comparison: Comparison) -> str:

@@ -110,6 +110,23 @@ def test_the_decision_names_the_fastest_its_splits_its_margin_and_ties(tmp_path:
     assert re.search(r"\*\*tie\*\* with `triton-splitkv` \(\[0\.5 to 0\.5 %\]\(#r\d+\)\) \| 32 / 8, 128 \|", told)
 
 
+def test_what_is_paired_by_round_and_what_is_a_median_is_said_once(tmp_path: Path) -> None:
+    records = fake.gpu_records({"b1_8k": fake.GPU_CASES["b1_8k"]})
+    records = [r for r in records if r.get("role") != "impl" or r["impl"] in OURS]
+    for label, times in {"tilelang-splitkv": (10.0, 20.0, 30.0), "triton-splitkv": (22.0, 40.0, 31.0)}.items():
+        [record] = [r for r in records if r["kind"] == "measurement" and rec.series_label(r) == label]
+        for sample in record["timing"]["samples"]:
+            sample["us"] = times[sample["round"] % 3]
+    folder = fake.write(tmp_path / "study", records)
+    render_study([folder])
+    told = section(text_of(folder), "What to run")
+    assert text_of(folder).count("is the median of ratios formed round by round") == 1
+    assert "so it need not be the quotient of the two medians beside it." in told
+    [found] = decide(load([folder]))
+    assert found.margin is not None
+    assert found.margin.median == pytest.approx(2.0), "where the medians' quotient is 1.55"
+
+
 def test_a_fixed_split_count_is_recommended_only_where_it_is_ahead(tmp_path: Path) -> None:
     records = fake.split_records({"b1_8k": fake.GPU_CASES["b1_8k"]}, counts=(4, 8, 16))
     for label, us in {"triton-splitkv": 10.0, "triton-splitkv num_splits=8": 9.98}.items():
