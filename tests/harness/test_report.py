@@ -127,6 +127,15 @@ def test_what_is_paired_by_round_and_what_is_a_median_is_said_once(tmp_path: Pat
     assert found.margin.median == pytest.approx(2.0), "where the medians' quotient is 1.55"
 
 
+def test_a_first_plan_says_in_its_header_that_caches_may_have_been_warm(splits: Path) -> None:
+    text = text_of(splits)
+    header = "first plan, ms (caches warm or cold, not told apart)"
+    assert f"| {header}, longest | plan µs, median |" in section(text, "By implementation")
+    assert f"| {header} | plan µs |" in section(text, "All measurements")
+    assert "these times are not to be compared from one implementation to another" in text
+    assert "compile ms" not in text
+
+
 def test_a_fixed_split_count_is_recommended_only_where_it_is_ahead(tmp_path: Path) -> None:
     records = fake.split_records({"b1_8k": fake.GPU_CASES["b1_8k"]}, counts=(4, 8, 16))
     for label, us in {"triton-splitkv": 10.0, "triton-splitkv num_splits=8": 9.98}.items():
