@@ -42,6 +42,7 @@ from harness.render.rows import (
     times_of,
 )
 from impls.catalog import IMPLS
+from impls.problem import DecodeProblem
 
 NO_RECORD = "no record"
 """The status of an implementation that has rows on other cases of the study, but none on this one."""
@@ -64,6 +65,7 @@ COLUMNS: Mapping[str, type] = {
     "role": str,
     "status": str,
     "reason": str,
+    "problem": object,
     "dtype": str,
     "batch": int,
     "heads_q": int,
@@ -219,12 +221,19 @@ class Comparison:
         return all(run["env"].get("device") == "cpu" for run in self.runs)
 
     @cached_property
+    def problems(self) -> Mapping[str, DecodeProblem]:
+        """Case -> its problem."""
+        first = self.impls.drop_duplicates("case")
+        return dict(zip(first["case"], first["problem"], strict=True))
+
+    @cached_property
     def elsewhere(self) -> CheckedElsewhere | None:
         """The deeper check of the same kernels in a study beside this one, where this one has none of its own."""
         if len(self.folders) != 1 or self.impls["deep"].notna().any():
             return None
         [folder] = self.folders.values()
-        return checked_elsewhere(folder, self.runs, list(dict.fromkeys(map(impl_of, self.series))))
+        impls = list(dict.fromkeys(map(impl_of, self.series)))
+        return checked_elsewhere(folder, self.runs, impls, self.problems)
 
     @cached_property
     def faulty(self) -> frozenset[str]:
@@ -388,7 +397,7 @@ def _in_order(
             if (row := here.get((case, label))) is not None:
                 ordered.append(row)
             elif label != STREAM_READ:
-                gap = {key: first[case][key] for key in (*_OF_CASE, *PROBLEM_COLUMNS)}
+                gap = {key: first[case][key] for key in (*_OF_CASE, "problem", *PROBLEM_COLUMNS)}
                 gap |= {key: named[label][key] for key in ("label", "impl", "role", "family", "asked_splits")}
                 ordered.append(gap | {"status": NO_RECORD, "reason": "its run left no record of it on this case"})
     return ordered

@@ -119,7 +119,8 @@ def within_rounds(comparison: Comparison, repeat: Repeat | None) -> str:
         where = None
         if repeat is None and not comparison.functional and len(comparison.folders) == 1:
             [folder] = comparison.folders.values()
-            where = repeated_elsewhere(folder, comparison.runs, list(dict.fromkeys(comparison.impls["impl"])))
+            impls = list(dict.fromkeys(comparison.impls["impl"]))
+            where = repeated_elsewhere(folder, comparison.runs, impls, comparison.problems)
         return f"{text}." if where is None else f"{text}; {beside(where, ANCHOR)} tells of two runs, {ALIKE}."
     return (
         "Intervals are of the rounds of one run; what differs"

@@ -366,6 +366,27 @@ def test_a_study_points_to_the_split_counts_and_the_second_run_beside_it(tmp_pat
     assert "what differs from run to run is not in them." in section(text_of(counts), "What to run")
 
 
+def test_a_study_is_pointed_to_for_what_it_holds_and_not_for_its_name(tmp_path: Path) -> None:
+    cases = {name: fake.GPU_CASES[name] for name in ("b1_1k", "b1_8k")}
+    skew = {"skew": fake.problem([8192, 64, 64])}
+    alike = {"skew": fake.problem([8192, 127, 1])}  # as many keys, and as many in the longest
+    folder = fake.write(tmp_path / "study", fake.gpu_records(cases | skew))
+    for name, mine in {"a": alike, "b": {"b1_8k": cases["b1_8k"]}, "z": cases}.items():
+        fake.write(tmp_path / name, fake.split_records(mine))
+        rec.replace_cases(tmp_path / name / rec.REPEAT_FILE, fake.gpu_records(mine, run_id="run-b"))
+        checks_beside(tmp_path / name, fake.gpu_records(mine))
+    render_study([folder])
+    text = text_of(folder)
+    assert "[z](../z/README.md#counts) does for 2 of these 3 cases" in text
+    assert "[z](../z/README.md#run-to-run) tells of two runs" in text
+    assert "stands in [z](../z/README.md#deep), where" in text
+    only = fake.write(tmp_path / "only", fake.gpu_records(skew))
+    render_study([only])
+    assert "README.md#counts" not in text_of(only), "another problem of the same name"
+    assert "README.md#run-to-run" not in section(text_of(only), "What to run")
+    assert "stands in [a](../a/README.md#deep), where" in text_of(only), "the same kernels, on other cases"
+
+
 def test_what_the_deeper_check_found_wrong_stands_at_the_top(tmp_path: Path) -> None:
     records = fake.gpu_records({name: fake.GPU_CASES[name] for name in ("b1_1k", "b1_8k")})
     folder = fake.write(tmp_path / "study", records)
