@@ -157,7 +157,8 @@ class Comparison:
             the time of the case's fastest ``peer`` over this one, for the kernels of this project, and
             ``verdict`` what that makes this one. Each of the three has its interval in ``_low`` and
             ``_high``, and its values round by round in ``_rounds``. What ``profiled_us`` (a call, untraced)
-            consists of is from a run of method ``kernels``: the longest kernel in ``main_us``, all others in
+            consists of is from a run of method ``kernels``: the split kernel of ours, or the longest of another
+            implementation, in ``main_us``, all others in
             ``others_us``, ``gap_us`` among them and ``between_us`` to the next call, in all ``traced_us``; and
             in ``main_net_us`` and so on without the time in which a kernel waits for the one before it.
             ``splits_total`` is how many splits all sequences have, for our kernels.

@@ -312,8 +312,8 @@ def parts(comparison: Comparison) -> Table | None:
     header = ["case", "implementation", FIRST_PLAN, "plan µs", "host launch", "host, end to end", "device"]
     profiled = bool(rows["traced_us"].notna().any())
     if profiled:
-        header += ["kernels", "longest kernel", "other kernels", "gaps", "to the next call", "sum", "untraced"]
-        header += ["adds up", *(["longest kernel, with waiting"] if waits(rows).any() else [])]
+        header += ["kernels", "split (longest)", "combine (others)", "gaps", "to the next call", "sum", "untraced"]
+        header += ["adds up", *(["split (longest), with waiting"] if waits(rows).any() else [])]
     lines = []
     for row in each(rows):
         line = [code(row.case), code(row.label), number_text(row.compile_ms, 3), number_text(row.plan_us, 3)]
@@ -341,8 +341,9 @@ def waiting_text(comparison: Comparison) -> str:
         return ""
     return (
         "A kernel may be put in place while the one before it still runs (programmatic dependent launch), and then"
-        " waits within its own traced time. That wait is taken off: off the longest kernel where it waits for the"
-        " call before, off the others where they wait within a call, and no gap is left below zero."
+        " waits within its own traced time. That wait is taken off: off the split kernel (of others the longest)"
+        " where it waits for the call before, off the others where they wait within a call, and no gap is left"
+        " below zero."
     )
 
 
