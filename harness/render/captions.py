@@ -26,6 +26,7 @@ from harness.render.groups import (
 )
 from harness.render.plots_detail import parts_cases
 from harness.render.rows import split_counts_elsewhere
+from harness.render.split_costs import explained
 from harness.render.tables import waiting_text, waits
 from harness.render.text import cases_text, code, hosts_sentence, join, us_text
 from harness.stats import CONFIDENCE
@@ -154,7 +155,7 @@ def _splits_reading(comparison: Comparison) -> str:
         " its latency; a star is the best fixed count. Of several in one place, rings are larger and stars smaller"
         " from one implementation to the next. Where the default's largest count is none of the fixed ones (it may"
         " cut longer sequences into more splits), a dotted line joins it to the best fixed count. The table below"
-        " says what too few and too many cost." + _without_curve(comparison)
+        " says what too few and too many cost." + explained(comparison) + _without_curve(comparison)
     ) + thinned_text(len(by_case(curves_of(comparison))), "cases")
 
 

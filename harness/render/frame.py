@@ -40,6 +40,7 @@ from harness.render.rows import (
     row_of,
     smallest_effect,
     times_of,
+    traced_alike,
 )
 from impls.catalog import IMPLS
 from impls.problem import DecodeProblem
@@ -115,6 +116,9 @@ COLUMNS: Mapping[str, type] = {
     "gap_net_us": float,
     "between_net_us": float,
     "kernel_names": object,
+    "traced_alike": object,
+    "traced_run": str,
+    "traced_git": str,
     "compile_ms": float,
     "plan_us": float,
     "num_splits": object,
@@ -122,6 +126,7 @@ COLUMNS: Mapping[str, type] = {
     "work_items": float,
     "splits_total": float,
     "ran": object,
+    "merge": str,
     "splits_note": str,
     "config": str,
     "library": str,
@@ -160,8 +165,10 @@ class Comparison:
             consists of is from a run of method ``kernels``: the split kernel of ours, or the longest of another
             implementation, in ``main_us``, all others in
             ``others_us``, ``gap_us`` among them and ``between_us`` to the next call, in all ``traced_us``; and
-            in ``main_net_us`` and so on without the time in which a kernel waits for the one before it.
-            ``splits_total`` is how many splits all sequences have, for our kernels.
+            in ``main_net_us`` and so on without the time in which a kernel waits for the one before it;
+            ``traced_run`` and ``traced_git`` are that run and its commit, and ``traced_alike`` says whether its
+            plan came to the same.
+            ``splits_total`` is how many splits all sequences have and ``merge`` how they merge, for our kernels.
             ``deep`` is the status that ``splitkv check`` gave it, None where that did not try it.
         ceilings: the device's read ceiling in GB/s, by run id.
         folders: what each study is called -> its folder.
@@ -366,6 +373,8 @@ def _read_folder(folder: Path, file: str | None, anchor: str) -> _Found:
             continue
         line, device = lines[id(record)], device_of(run)
         parts = profiles.get((record["case"], series_label(record), device), {})
+        if parts:
+            parts = parts | {"traced_alike": traced_alike(record, parts)}
         place = {"case": record["case"], "line": line, "anchor": f"{anchor}{line}", "device": device}
         told = {"sm_count": run["env"].get("sm_count"), "deep": deep.get((record["case"], series_label(record)))}
         rows.append(row_of(record) | parts | place | told)

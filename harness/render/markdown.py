@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.record import STREAM_READ
-from harness.render import tables
+from harness.render import split_costs, tables
 from harness.render.captions import CAPTIONS, COUNTS
 from harness.render.decisions import same_text
 from harness.render.figures import FIGURES, Drawn
@@ -76,7 +76,8 @@ def context(comparison: Comparison, folder: Path, repeat: Repeat | None = None) 
         "latency": tables.latency(comparison, marks),
         "notes": notes,
         "against": tables.against(comparison),
-        "splits": tables.splits(comparison),
+        "splits": split_costs.splits(comparison),
+        "split_parts": split_costs.split_parts(comparison),
         "parts": tables.parts(comparison),
         "counts_anchor": COUNTS,
         "waiting": tables.waiting_text(comparison),

@@ -60,7 +60,7 @@ def row_of(record: Record) -> Row:
     row: Row = {key: record[key] for key in ("run_id", "impl", "role", "status", "reason", "compile_ms", "plan_us")}
     row |= {"problem": problem} | {key: getattr(problem, key) for key in PROBLEM_COLUMNS}
     row |= {key: check.get(key) for key in ("rel_l2", "worst_row", "lse_err")}
-    row |= {key: config.get(key) for key in ("num_splits", "splits_max", "work_items", "splits_note")}
+    row |= {key: config.get(key) for key in ("num_splits", "splits_max", "work_items", "splits_note", "merge")}
     row |= {key: config.get(key) for key in ("library", "version", "function")}
     row |= {"label": series_label(record), "config": _settings(config)} | times_of(record)
     row |= _asked_splits(config.get("asked") or {}, record["impl"])
@@ -126,6 +126,9 @@ def profiles_of(folder: Path) -> dict[tuple[str, str, str], Row]:
                 "gap_us": found["gap_us"],
                 "between_us": found["between_us"],
                 "kernel_names": tuple(kernel["name"] for kernel in found["kernels"]),
+                "traced_config": record["config"],
+                "traced_run": record["run_id"],
+                "traced_git": run["env"].get("git"),
                 **_without_waiting(main, others, found["gap_us"], found["between_us"]),
             }
     return profiles
@@ -146,6 +149,13 @@ def _without_waiting(main: float, others: float, gap: float, between: float) -> 
         "gap_net_us": max(0.0, gap),
         "between_net_us": max(0.0, between),
     }
+
+
+def traced_alike(timed: Record, parts: Row) -> bool:
+    """Whether a profile is of what a record timed: its plan came to the same, as far as both of them tell."""
+    told, traced = timed["config"], parts["traced_config"]
+    apart = ("asked", "num_splits", "splits_note", "workspace_bytes")
+    return all(told[key] == traced[key] for key in told.keys() & traced.keys() - set(apart))
 
 
 def deep_checks_of(folder: Path) -> dict[tuple[str, str], str]:

@@ -18,7 +18,6 @@ from harness.render.decisions import (
     leading_text,
     margin_text,
     on_devices,
-    paired,
     same_text,
     share_text,
     splits_text,
@@ -35,7 +34,6 @@ from harness.render.findings import (
     reconciled,
 )
 from harness.render.frame import WORDS, Comparison, each, impl_of
-from harness.render.groups import curves_of
 from harness.render.template import Table
 from harness.render.text import (
     ABSENT,
@@ -256,52 +254,6 @@ def against(comparison: Comparison) -> dict[str, Any] | None:
         f" or one under {100 * comparison.smallest_effect:g} %. A percentage is how much more time the slower of"
         f" the two takes, paired by round, with its interval. {note}".rstrip(),
     }
-
-
-def splits(comparison: Comparison) -> Table | None:
-    """The default beside the best fixed count, and what the fewest and the most splits cost and why."""
-    lines = []
-    for curve in curves_of(comparison):
-        best, few, many, own = curve.best, curve.fixed[0], curve.fixed[-1], curve.own
-        ratio = None if own is None else paired(own, best)
-        lines.append(
-            [
-                code(curve.case),
-                code(curve.family),
-                *((splits_text(own), linked(us_text(own.us), own.anchor)) if own is not None else (ABSENT, ABSENT)),
-                str(best.asked_splits),
-                linked(us_text(best.us), best.anchor),
-                ABSENT if ratio is None else interval_text(ratio.median, ratio.low, ratio.high),
-                linked(_cost(few, best), few.anchor) + _why_few(few, best),
-                linked(_cost(many, best), many.anchor) + _why_many(many, best),
-            ]
-        )
-    header = ["case", "implementation", "default", "µs", "best fixed count", "µs", "default ÷ best"]
-    return Table([*header, "fewest splits", "most splits"], "lllrrrrll", lines) if lines else None
-
-
-def _cost(row: Any, best: Any) -> str:
-    return f"{row.asked_splits}: {row.us / best.us:.2f} ×"
-
-
-def _why_few(row: Any, best: Any) -> str:
-    if row.asked_splits == best.asked_splits:
-        return ", the best"
-    if not math.isnan(row.traced_us) and not math.isnan(best.traced_us):
-        return f", its longest kernel {us_text(row.main_net_us)} µs against {us_text(best.main_net_us)}"
-    if math.isnan(row.work_items) or math.isnan(row.sm_count):
-        return ""
-    return f", {row.work_items:,.0f} CTAs for {row.sm_count:.0f} SMs"
-
-
-def _why_many(row: Any, best: Any) -> str:
-    if row.asked_splits == best.asked_splits:
-        return ", the best"
-    if not math.isnan(row.traced_us) and not math.isnan(best.traced_us):
-        return f", its other kernels {us_text(row.others_net_us)} µs against {us_text(best.others_net_us)}"
-    if math.isnan(row.work_items) or math.isnan(row.splits_max):
-        return ""
-    return f", {row.work_items:,.0f} CTAs and up to {row.splits_max:.0f} partial results a row to merge"
 
 
 def parts(comparison: Comparison) -> Table | None:
