@@ -151,9 +151,10 @@ def _run(name: str, study: Study, path: Path, say: Callable[[str], None], labora
         started = time.monotonic()
         try:
             trials = laboratory.ask(name, case)
-        except _Lost:
-            raise
         except RunError as error:
+            journal.fail(name, case.name, str(error))
+            if isinstance(error, _Lost):
+                raise
             say(f"{name}: {error}")
             complete = False
             continue
@@ -330,3 +331,8 @@ class _Journal:
         top = {"kind": "trial", "schema": record.SCHEMA, "run_id": self.run_id}
         record.append(self.path, *({**top, **row} for row in (*trials, marker)))
         self.done.add((name, case))
+
+    def fail(self, name: str, case: str, reason: str) -> None:
+        """Append why an experiment has no trials of a case; a later call tries it again."""
+        top = {"kind": "trial", "schema": record.SCHEMA, "run_id": self.run_id}
+        record.append(self.path, {**top, "case": case, "impl": name, "experiment": "failed", "reason": reason})

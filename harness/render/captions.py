@@ -25,7 +25,8 @@ from harness.render.groups import (
     with_share,
 )
 from harness.render.plots_detail import parts_cases
-from harness.render.rows import PROBLEM_COLUMNS, split_counts_elsewhere
+from harness.render.rows import split_counts_elsewhere
+from harness.render.split_costs import explained
 from harness.render.tables import waiting_text, waits
 from harness.render.text import cases_text, code, hosts_sentence, join, us_text
 from harness.stats import CONFIDENCE
@@ -154,7 +155,7 @@ def _splits_reading(comparison: Comparison) -> str:
         " its latency; a star is the best fixed count. Of several in one place, rings are larger and stars smaller"
         " from one implementation to the next. Where the default's largest count is none of the fixed ones (it may"
         " cut longer sequences into more splits), a dotted line joins it to the best fixed count. The table below"
-        " says what too few and too many cost." + _without_curve(comparison)
+        " says what too few and too many cost." + explained(comparison) + _without_curve(comparison)
     ) + thinned_text(len(by_case(curves_of(comparison))), "cases")
 
 
@@ -330,13 +331,11 @@ def _no_curve(comparison: Comparison) -> str:
     if len(comparison.folders) != 1:
         return text
     [folder] = comparison.folders.values()
-    first = comparison.impls.drop_duplicates("case")
-    shapes = {row.case: tuple(getattr(row, key) for key in PROBLEM_COLUMNS) for row in each(first)}
-    found = split_counts_elsewhere(folder, comparison.runs, shapes, MIN_COUNTS)
+    found = split_counts_elsewhere(folder, comparison.runs, comparison.problems, MIN_COUNTS)
     if found is None:
         return text
     where, cases = found
-    return f"{text}; {beside(where, COUNTS)} does for {cases} of these {cases_text(len(shapes))}, {ALIKE}"
+    return f"{text}; {beside(where, COUNTS)} does for {cases} of these {cases_text(len(comparison.cases))}, {ALIKE}"
 
 
 def _no_sweep(comparison: Comparison) -> str:

@@ -40,8 +40,10 @@ from harness.render.rows import (
     row_of,
     smallest_effect,
     times_of,
+    traced_alike,
 )
 from impls.catalog import IMPLS
+from impls.problem import DecodeProblem
 
 NO_RECORD = "no record"
 """The status of an implementation that has rows on other cases of the study, but none on this one."""
@@ -64,6 +66,7 @@ COLUMNS: Mapping[str, type] = {
     "role": str,
     "status": str,
     "reason": str,
+    "problem": object,
     "dtype": str,
     "batch": int,
     "heads_q": int,
@@ -113,6 +116,9 @@ COLUMNS: Mapping[str, type] = {
     "gap_net_us": float,
     "between_net_us": float,
     "kernel_names": object,
+    "traced_alike": object,
+    "traced_run": str,
+    "traced_git": str,
     "compile_ms": float,
     "plan_us": float,
     "num_splits": object,
@@ -120,6 +126,7 @@ COLUMNS: Mapping[str, type] = {
     "work_items": float,
     "splits_total": float,
     "ran": object,
+    "merge": str,
     "splits_note": str,
     "config": str,
     "library": str,
@@ -155,10 +162,13 @@ class Comparison:
             the time of the case's fastest ``peer`` over this one, for the kernels of this project, and
             ``verdict`` what that makes this one. Each of the three has its interval in ``_low`` and
             ``_high``, and its values round by round in ``_rounds``. What ``profiled_us`` (a call, untraced)
-            consists of is from a run of method ``kernels``: the longest kernel in ``main_us``, all others in
+            consists of is from a run of method ``kernels``: the split kernel of ours, or the longest of another
+            implementation, in ``main_us``, all others in
             ``others_us``, ``gap_us`` among them and ``between_us`` to the next call, in all ``traced_us``; and
-            in ``main_net_us`` and so on without the time in which a kernel waits for the one before it.
-            ``splits_total`` is how many splits all sequences have, for our kernels.
+            in ``main_net_us`` and so on without the time in which a kernel waits for the one before it;
+            ``traced_run`` and ``traced_git`` are that run and its commit, and ``traced_alike`` says whether its
+            plan came to the same.
+            ``splits_total`` is how many splits all sequences have and ``merge`` how they merge, for our kernels.
             ``deep`` is the status that ``splitkv check`` gave it, None where that did not try it.
         ceilings: the device's read ceiling in GB/s, by run id.
         folders: what each study is called -> its folder.
@@ -219,12 +229,19 @@ class Comparison:
         return all(run["env"].get("device") == "cpu" for run in self.runs)
 
     @cached_property
+    def problems(self) -> Mapping[str, DecodeProblem]:
+        """Case -> its problem."""
+        first = self.impls.drop_duplicates("case")
+        return dict(zip(first["case"], first["problem"], strict=True))
+
+    @cached_property
     def elsewhere(self) -> CheckedElsewhere | None:
         """The deeper check of the same kernels in a study beside this one, where this one has none of its own."""
         if len(self.folders) != 1 or self.impls["deep"].notna().any():
             return None
         [folder] = self.folders.values()
-        return checked_elsewhere(folder, self.runs, list(dict.fromkeys(map(impl_of, self.series))))
+        impls = list(dict.fromkeys(map(impl_of, self.series)))
+        return checked_elsewhere(folder, self.runs, impls, self.problems)
 
     @cached_property
     def faulty(self) -> frozenset[str]:
@@ -356,6 +373,8 @@ def _read_folder(folder: Path, file: str | None, anchor: str) -> _Found:
             continue
         line, device = lines[id(record)], device_of(run)
         parts = profiles.get((record["case"], series_label(record), device), {})
+        if parts:
+            parts = parts | {"traced_alike": traced_alike(record, parts)}
         place = {"case": record["case"], "line": line, "anchor": f"{anchor}{line}", "device": device}
         told = {"sm_count": run["env"].get("sm_count"), "deep": deep.get((record["case"], series_label(record)))}
         rows.append(row_of(record) | parts | place | told)
@@ -388,7 +407,7 @@ def _in_order(
             if (row := here.get((case, label))) is not None:
                 ordered.append(row)
             elif label != STREAM_READ:
-                gap = {key: first[case][key] for key in (*_OF_CASE, *PROBLEM_COLUMNS)}
+                gap = {key: first[case][key] for key in (*_OF_CASE, "problem", *PROBLEM_COLUMNS)}
                 gap |= {key: named[label][key] for key in ("label", "impl", "role", "family", "asked_splits")}
                 ordered.append(gap | {"status": NO_RECORD, "reason": "its run left no record of it on this case"})
     return ordered

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.record import STREAM_READ
-from harness.render import tables
+from harness.render import split_costs, tables
 from harness.render.captions import CAPTIONS, COUNTS
 from harness.render.decisions import same_text
 from harness.render.figures import FIGURES, Drawn
@@ -76,7 +76,8 @@ def context(comparison: Comparison, folder: Path, repeat: Repeat | None = None) 
         "latency": tables.latency(comparison, marks),
         "notes": notes,
         "against": tables.against(comparison),
-        "splits": tables.splits(comparison),
+        "splits": split_costs.splits(comparison),
+        "split_parts": split_costs.split_parts(comparison),
         "parts": tables.parts(comparison),
         "counts_anchor": COUNTS,
         "waiting": tables.waiting_text(comparison),
@@ -142,8 +143,9 @@ def _summary_note(comparison: Comparison) -> str:
         "Means are over the cases in which the row and what it is divided by are both `ok`, n of m as stated, with"
         f" {round(100 * CONFIDENCE)} % intervals. A peer is an implementation that this project did not write"
         f"{peers}; below 1 × ahead it is faster. Ratios are formed inside one run and case only, and paired by"
-        " round. Compiling is the longest first plan of any case; where a cache on disk holds the kernel already,"
-        f" nothing is compiled in it.{fixed} Fastest or tied is meant as under [What to run](#{WHAT_TO_RUN})."
+        " round. The first plan is the longest of any case: it compiles, unless a cache on disk or an earlier case"
+        " has the kernel already, which no record tells; so these times are not to be compared from one"
+        f" implementation to another.{fixed} Fastest or tied is meant as under [What to run](#{WHAT_TO_RUN})."
         f" {same_text(comparison)}".rstrip()
     )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import stats
-from harness.record import REPEAT_FILE, STREAM_READ, RecordError, read, records_file
+from harness.record import REPEAT_FILE, STREAM_READ, Record, RecordError, read, records_file
 from harness.render.changes import Change, Key, Result, compare_files
 from harness.render.findings import ALIKE, beside
 from harness.render.frame import Comparison, each, load
@@ -34,8 +34,16 @@ from harness.render.text import (
 )
 from impls.catalog import OURS
 
+NOT_RECORDED = "not recorded"
+
 ANCHOR = "run-to-run"
 """Where a report says what differs from run to run."""
+
+TITLE, TITLE_APART = "From run to run", "A second run, not alike"
+"""The heading of that section, where the two runs are alike in what a time comes from, and where they are not."""
+
+SOFTWARE = ("driver", "torch", "triton", "tilelang", "flash_attn", "flash_attn_3", "flashinfer")
+"""The keys of an environment that tell what else than the code and the GPU a time may come from."""
 
 HOST_DIFFERENCE = 1.25
 """How many times another host time may be before the report remarks on it."""
@@ -73,6 +81,25 @@ class Repeat:
             for row in each(self.first.rows)
             if not math.isnan(row.us) and (row.case, row.label) in later
         }
+
+    @cached_property
+    def apart(self) -> Sequence[str]:
+        """What else than the run differs, or may: the commit, the GPU, other software; nothing on a CPU.
+
+        Each as ``of another commit (a → b)``. Code with local changes, or of no recorded commit, may be any.
+        """
+        if self.first.functional:
+            return []
+        ways: dict[str, Callable[[Mapping[str, Any]], str]] = {"of another commit": _commit, "on another GPU": _gpu}
+        ways |= {f"with another {key}": _version(key) for key in SOFTWARE}
+        found = []
+        for how, text in ways.items():
+            old, new = (list(dict.fromkeys(text(run["env"]) for run in s.runs)) for s in (self.first, self.second))
+            if set(old) != set(new):
+                found.append(f"{how} ({join(old)} → {join(new)})")
+            elif text is _commit and any(map(_is_unsure, (*self.first.runs, *self.second.runs))):
+                found.append(f"perhaps of other code ({join(old)} both times)")
+        return found
 
     @cached_property
     def changes(self) -> Mapping[Key, Change]:
@@ -119,8 +146,15 @@ def within_rounds(comparison: Comparison, repeat: Repeat | None) -> str:
         where = None
         if repeat is None and not comparison.functional and len(comparison.folders) == 1:
             [folder] = comparison.folders.values()
-            where = repeated_elsewhere(folder, comparison.runs, list(dict.fromkeys(comparison.impls["impl"])))
+            impls = list(dict.fromkeys(comparison.impls["impl"]))
+            where = repeated_elsewhere(folder, comparison.runs, impls, comparison.problems)
         return f"{text}." if where is None else f"{text}; {beside(where, ANCHOR)} tells of two runs, {ALIKE}."
+    if repeat.apart:
+        return (
+            "Intervals are of the rounds of one run: what differs from run to run is not in them. A"
+            f" {linked('second run', ANCHOR)} is {join(repeat.apart)}, so that what differs from it may be due to"
+            f" that: {told}."
+        )
     return (
         "Intervals are of the rounds of one run; what differs"
         f" {linked('from run to run', ANCHOR)} comes on top: {told}."
@@ -133,6 +167,7 @@ def repeat_section(repeat: Repeat) -> dict[str, Any]:
     host, farthest = (None, "") if functional else _host(repeat)
     return {
         "anchor": ANCHOR,
+        "title": TITLE_APART if repeat.apart else TITLE,
         "sentences": _sentences(repeat),
         "times": None if functional else _times(repeat),
         "reading": "*No comparison: a run on a CPU makes no claim about speed.*"
@@ -151,11 +186,35 @@ def _sentences(repeat: Repeat) -> list[str]:
     sentences = [
         f"The study was run a second time, as {second} ([{REPEAT_FILE}]({repeat.path})); the report is of {first}."
     ]
+    if repeat.apart:
+        sentences.append(
+            f"The second is {join(repeat.apart)}: what differs between the two may be due to that, and how far"
+            " times move from run to run, with nothing changed, cannot be told from them."
+        )
     if told := _ours(repeat):
         sentences.append(f"{told[0].upper()}{told[1:]}.")
     if told := _bound_moved(repeat):
         sentences.append(told)
     return sentences
+
+
+def _is_unsure(run: Record) -> bool:
+    """Whether nobody can tell which code a run was of."""
+    return not run["env"].get("git") or bool(run["env"].get("dirty"))
+
+
+def _commit(env: Mapping[str, Any]) -> str:
+    if not env.get("git"):
+        return NOT_RECORDED
+    return code(str(env["git"])[:12]) + (" with local changes" if env.get("dirty") else "")
+
+
+def _gpu(env: Mapping[str, Any]) -> str:
+    return escape(str(env.get("gpu") or env.get("device") or NOT_RECORDED))
+
+
+def _version(key: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda env: escape(str(env.get(key) or NOT_RECORDED))
 
 
 def _bound_moved(repeat: Repeat) -> str:

@@ -58,9 +58,9 @@ def row_of(record: Record) -> Row:
     problem = DecodeProblem.from_dict(record["problem"])
     config, check = record["config"], record["check"] or {}
     row: Row = {key: record[key] for key in ("run_id", "impl", "role", "status", "reason", "compile_ms", "plan_us")}
-    row |= {key: getattr(problem, key) for key in PROBLEM_COLUMNS}
+    row |= {"problem": problem} | {key: getattr(problem, key) for key in PROBLEM_COLUMNS}
     row |= {key: check.get(key) for key in ("rel_l2", "worst_row", "lse_err")}
-    row |= {key: config.get(key) for key in ("num_splits", "splits_max", "work_items", "splits_note")}
+    row |= {key: config.get(key) for key in ("num_splits", "splits_max", "work_items", "splits_note", "merge")}
     row |= {key: config.get(key) for key in ("library", "version", "function")}
     row |= {"label": series_label(record), "config": _settings(config)} | times_of(record)
     row |= _asked_splits(config.get("asked") or {}, record["impl"])
@@ -106,16 +106,19 @@ def profiles_of(folder: Path) -> dict[tuple[str, str, str], Row]:
     if not path.exists():
         return {}
     records = read(path)
-    devices = {r["run_id"]: device_of(r) for r in records if r["kind"] == "run"}
+    runs = {r["run_id"]: r for r in records if r["kind"] == "run"}
     profiles = {}
     for record in newest(r for r in records if r["kind"] == "measurement"):
         found = (record["timing"] or {}).get("breakdown")
         if found is not None and record["status"] == "ok" and record["case"] is not None:
             times = [kernel["us"] for kernel in found["kernels"]]
-            main, others = max(times), sum(times) - max(times)
-            if record["run_id"] not in devices:
+            # Ours launch the split kernel first. It need not be the longest: one that merges waits in place for it.
+            main = times[0] if record["impl"] in (*OURS, *ABLATIONS) else max(times)
+            others = sum(times) - main
+            run = runs.get(record["run_id"])
+            if run is None:
                 raise RecordError(f"{path}: expected a run record of {record['run_id']}, got none")
-            profiles[record["case"], series_label(record), devices[record["run_id"]]] = {
+            profiles[record["case"], series_label(record), device_of(run)] = {
                 "profiled_us": found["total_us"],
                 "traced_us": found["traced_us"],
                 "main_us": main,
@@ -123,6 +126,9 @@ def profiles_of(folder: Path) -> dict[tuple[str, str, str], Row]:
                 "gap_us": found["gap_us"],
                 "between_us": found["between_us"],
                 "kernel_names": tuple(kernel["name"] for kernel in found["kernels"]),
+                "traced_config": record["config"],
+                "traced_run": record["run_id"],
+                "traced_git": run["env"].get("git"),
                 **_without_waiting(main, others, found["gap_us"], found["between_us"]),
             }
     return profiles
@@ -132,7 +138,7 @@ def _without_waiting(main: float, others: float, gap: float, between: float) -> 
     """The parts of a call without the time in which a kernel, already in place, waits for the one before it.
 
     A gap or a pause below 0 is such an overlap, in both kernels' durations. That with the call before is taken off
-    the longest kernel, that within the call off the others, and what exceeds one of them off the other one: nothing
+    the main kernel, that within the call off the others, and what exceeds one of them off the other one: nothing
     is below 0, and the sum stays what it was.
     """
     main, others = main + min(0.0, between), others + min(0.0, gap)
@@ -143,6 +149,13 @@ def _without_waiting(main: float, others: float, gap: float, between: float) -> 
         "gap_net_us": max(0.0, gap),
         "between_net_us": max(0.0, between),
     }
+
+
+def traced_alike(timed: Record, parts: Row) -> bool:
+    """Whether a profile is of what a record timed: its plan came to the same, as far as both of them tell."""
+    told, traced = timed["config"], parts["traced_config"]
+    apart = ("asked", "num_splits", "splits_note", "workspace_bytes")
+    return all(told[key] == traced[key] for key in told.keys() & traced.keys() - set(apart))
 
 
 def deep_checks_of(folder: Path) -> dict[tuple[str, str], str]:
@@ -174,45 +187,52 @@ class CheckedElsewhere:
     runs: frozenset[str]
 
 
-def checked_elsewhere(folder: Path, runs: Iterable[Record], impls: Sequence[str]) -> CheckedElsewhere | None:
+def checked_elsewhere(
+    folder: Path, runs: Iterable[Record], impls: Sequence[str], problems: Mapping[str, DecodeProblem]
+) -> CheckedElsewhere | None:
     """The deeper check of the same kernels beside a study: of the same commit, on a GPU of the same name.
 
     Args:
         folder: of the study.
         runs: its ``run`` records.
         impls: its implementation ids.
+        problems: its cases -> their problems.
 
     Returns:
-        The first folder by name in which any of the implementations was checked, or None. A run whose commit is
-        not known, or that had local changes, is of no other's commit.
+        Of the folders in which any of the implementations was checked, the one with the most of the cases, then of
+        the implementations, then the first by name; or None. A run whose commit is not known, or that had local
+        changes, is of no other's commit.
     """
+    best: tuple[tuple[int, int], CheckedElsewhere] | None = None
     for path, records, alike in _beside(folder, runs, CHECKS_FILE):
+        told = [
+            record
+            for record in records
+            if record["kind"] == "check"
+            and record["run_id"] in alike
+            and record["status"] not in ("unsupported", "unavailable")
+        ]
         counts: dict[str, tuple[int, int]] = {}
         for impl in impls:
-            told = [
-                record["status"]
-                for record in records
-                if record["kind"] == "check"
-                and record["run_id"] in alike
-                and series_label(record) == impl
-                and record["status"] not in ("unsupported", "unavailable")
-            ]
-            if told:
-                counts[impl] = (told.count("ok"), len(told))
+            mine = [record["status"] for record in told if series_label(record) == impl]
+            if mine:
+                counts[impl] = (mine.count("ok"), len(mine))
         if counts:
-            return CheckedElsewhere(path.parent, counts, frozenset(alike))
-    return None
+            near = (len({record["case"] for record in told if _is_of(record, problems)}), len(counts))
+            if best is None or near > best[0]:
+                best = near, CheckedElsewhere(path.parent, counts, frozenset(alike))
+    return None if best is None else best[1]
 
 
 def split_counts_elsewhere(
-    folder: Path, runs: Iterable[Record], shapes: Mapping[str, Sequence[Any]], min_counts: int
+    folder: Path, runs: Iterable[Record], problems: Mapping[str, DecodeProblem], min_counts: int
 ) -> tuple[Path, int] | None:
     """The study beside another that times its cases at fixed split counts: of the same commit and GPU name.
 
     Args:
         folder: of the study.
         runs: its ``run`` records.
-        shapes: its cases -> the values of :data:`PROBLEM_COLUMNS`.
+        problems: its cases -> their problems.
         min_counts: the fewest fixed split counts of one implementation that count.
 
     Returns:
@@ -223,10 +243,8 @@ def split_counts_elsewhere(
         counts: dict[tuple[str, str], set[int]] = {}
         for record in records:
             if record["kind"] == "measurement" and record["role"] == "impl" and record["run_id"] in alike:
-                problem = DecodeProblem.from_dict(record["problem"])
                 told = _asked_splits(record["config"].get("asked") or {}, record["impl"])
-                shape = tuple(getattr(problem, key) for key in PROBLEM_COLUMNS)
-                if record["status"] == "ok" and told["asked_splits"] and shape == shapes.get(record["case"]):
+                if record["status"] == "ok" and told["asked_splits"] and _is_of(record, problems):
                     counts.setdefault((record["case"], told["family"]), set()).add(told["asked_splits"])
         cases = len({case for (case, _), asked in counts.items() if len(asked) >= min_counts})
         if cases and (best is None or cases > best[1]):
@@ -234,14 +252,46 @@ def split_counts_elsewhere(
     return best
 
 
-def repeated_elsewhere(folder: Path, runs: Iterable[Record], impls: Sequence[str]) -> Path | None:
-    """The first folder beside a study with two runs of some of its implementations, of the same code and GPU."""
-    first = {path.parent: alike for path, _, alike in _beside(folder, runs, records_file())}
+def repeated_elsewhere(
+    folder: Path, runs: Iterable[Record], impls: Sequence[str], problems: Mapping[str, DecodeProblem]
+) -> Path | None:
+    """The study beside another with two runs of some of its cases and implementations, of the same code and GPU.
+
+    Args:
+        folder: of the study.
+        runs: its ``run`` records.
+        impls: its implementation ids.
+        problems: its cases -> their problems.
+
+    Returns:
+        The folder that has the most (case, implementation) pairs in both runs, the first of them by name; None
+        where none has any.
+    """
+
+    def timed(records: Iterable[Record], alike: Collection[str]) -> set[tuple[str, str]]:
+        return {
+            (record["case"], record["impl"])
+            for record in records
+            if record["kind"] == "measurement"
+            and record["run_id"] in alike
+            and record["status"] == "ok"
+            and record["impl"] in impls
+            and _is_of(record, problems)
+        }
+
+    first = {path.parent: timed(records, alike) for path, records, alike in _beside(folder, runs, records_file())}
+    best: tuple[Path, int] | None = None
     for path, records, alike in _beside(folder, runs, REPEAT_FILE):
-        again = {r["impl"] for r in records if r["kind"] == "measurement" and r["run_id"] in alike}
-        if first.get(path.parent) and again.intersection(impls):
-            return path.parent
-    return None
+        pairs = len(first.get(path.parent, set()) & timed(records, alike))
+        if pairs and (best is None or pairs > best[1]):
+            best = path.parent, pairs
+    return None if best is None else best[0]
+
+
+def _is_of(record: Record, problems: Mapping[str, DecodeProblem]) -> bool:
+    """Whether a record is of a case of these, of the same name and the same problem."""
+    known = problems.get(record["case"])
+    return known is not None and DecodeProblem.from_dict(record["problem"]) == known
 
 
 def _beside(

@@ -18,7 +18,6 @@ from harness.render.decisions import (
     leading_text,
     margin_text,
     on_devices,
-    paired,
     same_text,
     share_text,
     splits_text,
@@ -35,7 +34,6 @@ from harness.render.findings import (
     reconciled,
 )
 from harness.render.frame import WORDS, Comparison, each, impl_of
-from harness.render.groups import curves_of
 from harness.render.template import Table
 from harness.render.text import (
     ABSENT,
@@ -58,6 +56,9 @@ MAX_REASON = 300
 
 NOT_TRACED = "not traced"
 """What is said of a time on the device of which no trace says what it consists of."""
+
+FIRST_PLAN = "first plan, ms (caches warm or cold, not told apart)"
+"""The header of what a record calls ``compile_ms``: no record says what a cache on disk held before."""
 
 MEASUREMENTS = "measurements"
 """The anchor of the table of all measurements."""
@@ -145,7 +146,7 @@ def summary(comparison: Comparison) -> Table:
             "% of bound, geo. mean",
             "lowest % of bound",
         ]
-    header += ["worst row ÷ budget", "compile ms, longest", "plan µs, median"]
+    header += ["worst row ÷ budget", f"{FIRST_PLAN}, longest", "plan µs, median"]
     lines = []
     for label in comparison.shown:
         for device, rows, m in on_devices(comparison):
@@ -255,62 +256,16 @@ def against(comparison: Comparison) -> dict[str, Any] | None:
     }
 
 
-def splits(comparison: Comparison) -> Table | None:
-    """The default beside the best fixed count, and what the fewest and the most splits cost and why."""
-    lines = []
-    for curve in curves_of(comparison):
-        best, few, many, own = curve.best, curve.fixed[0], curve.fixed[-1], curve.own
-        ratio = None if own is None else paired(own, best)
-        lines.append(
-            [
-                code(curve.case),
-                code(curve.family),
-                *((splits_text(own), linked(us_text(own.us), own.anchor)) if own is not None else (ABSENT, ABSENT)),
-                str(best.asked_splits),
-                linked(us_text(best.us), best.anchor),
-                ABSENT if ratio is None else interval_text(ratio.median, ratio.low, ratio.high),
-                linked(_cost(few, best), few.anchor) + _why_few(few, best),
-                linked(_cost(many, best), many.anchor) + _why_many(many, best),
-            ]
-        )
-    header = ["case", "implementation", "default", "µs", "best fixed count", "µs", "default ÷ best"]
-    return Table([*header, "fewest splits", "most splits"], "lllrrrrll", lines) if lines else None
-
-
-def _cost(row: Any, best: Any) -> str:
-    return f"{row.asked_splits}: {row.us / best.us:.2f} ×"
-
-
-def _why_few(row: Any, best: Any) -> str:
-    if row.asked_splits == best.asked_splits:
-        return ", the best"
-    if not math.isnan(row.traced_us) and not math.isnan(best.traced_us):
-        return f", its longest kernel {us_text(row.main_net_us)} µs against {us_text(best.main_net_us)}"
-    if math.isnan(row.work_items) or math.isnan(row.sm_count):
-        return ""
-    return f", {row.work_items:,.0f} CTAs for {row.sm_count:.0f} SMs"
-
-
-def _why_many(row: Any, best: Any) -> str:
-    if row.asked_splits == best.asked_splits:
-        return ", the best"
-    if not math.isnan(row.traced_us) and not math.isnan(best.traced_us):
-        return f", its other kernels {us_text(row.others_net_us)} µs against {us_text(best.others_net_us)}"
-    if math.isnan(row.work_items) or math.isnan(row.splits_max):
-        return ""
-    return f", {row.work_items:,.0f} CTAs and up to {row.splits_max:.0f} partial results a row to merge"
-
-
 def parts(comparison: Comparison) -> Table | None:
     """Where the time goes: on the host before a call, and on the device in it."""
     rows = comparison.impls[comparison.impls["host_total_us"].notna() | comparison.impls["traced_us"].notna()]
     if rows.empty:
         return None
-    header = ["case", "implementation", "compile ms", "plan µs", "host launch", "host, end to end", "device"]
+    header = ["case", "implementation", FIRST_PLAN, "plan µs", "host launch", "host, end to end", "device"]
     profiled = bool(rows["traced_us"].notna().any())
     if profiled:
-        header += ["kernels", "longest kernel", "other kernels", "gaps", "to the next call", "sum", "untraced"]
-        header += ["adds up", *(["longest kernel, with waiting"] if waits(rows).any() else [])]
+        header += ["kernels", "split (longest)", "combine (others)", "gaps", "to the next call", "sum", "untraced"]
+        header += ["adds up", *(["split (longest), with waiting"] if waits(rows).any() else [])]
     lines = []
     for row in each(rows):
         line = [code(row.case), code(row.label), number_text(row.compile_ms, 3), number_text(row.plan_us, 3)]
@@ -338,8 +293,9 @@ def waiting_text(comparison: Comparison) -> str:
         return ""
     return (
         "A kernel may be put in place while the one before it still runs (programmatic dependent launch), and then"
-        " waits within its own traced time. That wait is taken off: off the longest kernel where it waits for the"
-        " call before, off the others where they wait within a call, and no gap is left below zero."
+        " waits within its own traced time. That wait is taken off: off the split kernel (of others the longest)"
+        " where it waits for the call before, off the others where they wait within a call, and no gap is left"
+        " below zero."
     )
 
 
@@ -358,11 +314,19 @@ def support(comparison: Comparison) -> Table:
     return Table(["implementation", *map(code, comparison.cases)], "l" + "c" * len(comparison.cases), lines)
 
 
+PAIRED = (
+    "µs are medians over the rounds. What is relative (% of bound, how much slower, and the ratios in the sentences"
+    " at the head) is the median of ratios formed round by round, so it need not be the quotient of the two medians"
+    " beside it."
+)
+"""Which numbers of a report are medians and which are paired; said once, under the table of decisions."""
+
+
 def decisions_note(comparison: Comparison) -> str:
-    """What *fastest or tied* means, what runs the same as another, and what a mark in :func:`decisions` means."""
+    """What is paired, what *fastest or tied* means, what runs the same as another, and what a mark means."""
     best = {decision.best.anchor for decision in decide(comparison) if decision.best is not None}
     marks = deep_note(comparison, comparison.impls[comparison.impls["anchor"].isin(best)])
-    return " ".join(filter(None, [leading_text(comparison), same_text(comparison), marks]))
+    return " ".join(filter(None, [PAIRED, leading_text(comparison), same_text(comparison), marks]))
 
 
 def support_note(comparison: Comparison) -> str:
@@ -479,7 +443,7 @@ def _samples(n: float, throttled: float) -> str:
 
 def checks(comparison: Comparison) -> Table:
     """Plans and checks of every measurement."""
-    header = ["case", "implementation", "splits asked", "splits", "work items", "compile ms", "plan µs"]
+    header = ["case", "implementation", "splits asked", "splits", "work items", FIRST_PLAN, "plan µs"]
     header += ["rel. L2", "worst row ÷ budget", "LSE error", "note"]
     lines = [
         [

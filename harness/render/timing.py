@@ -61,6 +61,15 @@ class Group:
 SECTIONS = ("identical", "sensitivity", "timers", "planning", "example", "liars")
 """What the trials' ``experiment`` may be, in the order of the report."""
 
+TRIED_BY: Mapping[str, str] = {
+    "nvbench": "nvbench",
+    **dict.fromkeys(("kernels", "kernels and gaps", "tilelang do_bench, cupti"), "profilers"),
+}
+"""Timer -> the experiment that tries it; all others are of ``timers``."""
+
+NO_REASON = "the run left no record of it there, nor of why"
+"""What is said of a time that is missing without a reason."""
+
 GROUPS = (
     Group(
         "Kernels of a call, launched from a graph, cold",
@@ -119,7 +128,7 @@ def write_timing_report(folder: Path) -> Path:
     path = folder / SELFTEST_FILE
     records = read(path)
     runs = [r for r in records if r["kind"] == "run"]
-    trials = [r for r in records if r["kind"] == "trial" and r["experiment"] != "done"]
+    trials = [r for r in records if r["kind"] == "trial" and r["experiment"] in SECTIONS]
     if not runs or not trials:
         raise RecordError(f"{path}: expected a run and its trials, got {len(records)} records")
     trials = [r for r in trials if r["run_id"] == runs[-1]["run_id"]]
@@ -134,7 +143,7 @@ def write_timing_report(folder: Path) -> Path:
         "identical": _identical(by["identical"]) if by["identical"] else None,
         "sensitivity": _sensitivity(by["sensitivity"]) if by["sensitivity"] else None,
         "smallest_found": _smallest_found(by["sensitivity"]) if by["sensitivity"] else None,
-        "timers": _timers(by["timers"], hosts_sentence(runs[-1:])),
+        "timers": _timers(by["timers"], hosts_sentence(runs[-1:]), _failures(records, runs[-1]["run_id"])),
         "reasons": _reasons(by["timers"]) if by["timers"] else [],
         "planning": planning_table(by["planning"]) if by["planning"] else None,
         "planning_reasons": planning_reasons(by["planning"]),
@@ -308,22 +317,80 @@ def _times(trials: Sequence[Record]) -> dict[tuple[str, str], dict[str, float | 
     return times
 
 
-def _timers(trials: Sequence[Record], hosts: str) -> list[dict[str, Any]]:
-    """The tables of timers; ``hosts`` says what machine queued their launches."""
+def _failures(records: Iterable[Record], run_id: str) -> dict[tuple[str, str], str]:
+    """(experiment, case) -> why a run has no trials of it, where it did not come to its end later."""
+    found: dict[tuple[str, str], str] = {}
+    for r in records:
+        if r["kind"] == "trial" and r["run_id"] == run_id:
+            if r["experiment"] == "failed":
+                found[r["impl"], r["case"]] = r["reason"]
+            elif r["experiment"] == "done":
+                found.pop((r["impl"], r["case"]), None)
+    return found
+
+
+class _Missing:
+    """Why a timer has no time of something, each reason once and with the mark of a note under its table.
+
+    Args:
+        trials: of all timers.
+        failures: of :func:`_failures`.
+    """
+
+    def __init__(self, trials: Sequence[Record], failures: Mapping[tuple[str, str], str]) -> None:
+        self._failures = failures
+        self._reasons = {(t["case"], t["impl"], t["timer"]): t["reason"] for t in trials if t["us"] is None}
+        self._timed = {(t["case"], t["timer"]) for t in trials if t["us"] is not None}
+        self._found: dict[tuple[str, str], dict[str, None]] = {}
+
+    def mark(self, case: str, impl: str, timer: str) -> str:
+        """The mark that stands in the place of a time."""
+        key = (timer, self._reason(case, impl, timer))
+        self._found.setdefault(key, {})[code(case)] = None
+        return f"–<sup>{list(self._found).index(key) + 1}</sup>"
+
+    def notes(self) -> list[str]:
+        """What the marks mean, in their order."""
+        return [
+            f"<sup>{i}</sup> {code(timer)} on {join(list(cases))}: {escape(reason)}"
+            for i, ((timer, reason), cases) in enumerate(self._found.items(), start=1)
+        ]
+
+    def _reason(self, case: str, impl: str, timer: str) -> str:
+        if (case, impl, timer) in self._reasons:
+            return str(self._reasons[case, impl, timer])
+        of_case = [why for (where, _, name), why in self._reasons.items() if (where, name) == (case, timer)]
+        if of_case and (case, timer) not in self._timed:
+            return str(of_case[0])  # a library that is not there says so once a case
+        return self._failures.get((TRIED_BY.get(timer, "timers"), case), NO_REASON)
+
+
+def _timers(trials: Sequence[Record], hosts: str, failures: Mapping[tuple[str, str], str]) -> list[dict[str, Any]]:
+    """The tables of timers.
+
+    Args:
+        trials: of all timers.
+        hosts: says what machine queued their launches.
+        failures: of :func:`_failures`.
+    """
     rows = _times(trials)
     groups = []
     for group in GROUPS:
         present = [timer for timer in group.timers if any(times.get(timer) for times in rows.values())]
         if not present:
             continue
-        lines = []
+        lines, missing = [], _Missing(trials, failures)
         for (case, impl), times in rows.items():
             found = [times.get(timer) for timer in present]
             if any(us is not None for us in found):
                 agreement = _agreement(found) if group.alike else []
                 if agreement and _waits_for_host(group, times):
                     agreement = [f"host ({agreement[0].strip('*')})"]
-                lines.append([code(case), code(impl), *map(us_text, found), *agreement])
+                cells = [
+                    missing.mark(case, impl, timer) if us is None else us_text(us)
+                    for timer, us in zip(present, found, strict=True)
+                ]
+                lines.append([code(case), code(impl), *cells, *agreement])
         header = ["case", "implementation", *map(code, present)]
         if len(present) > 1 and group.alike:
             header.append("agree with ours")
@@ -332,6 +399,7 @@ def _timers(trials: Sequence[Record], hosts: str) -> list[dict[str, Any]]:
                 "title": group.title,
                 "note": group.note + (f" {hosts}".rstrip() if "events" in group.timers else ""),
                 "table": Table(header, "ll" + "r" * (len(header) - 2), lines),
+                "missing": missing.notes(),
                 "differences": [
                     f"{code(t)}: {DIFFERENCES[t]}" + (_of_calls(trials) if t == "events" else "")
                     for t in present
@@ -369,7 +437,10 @@ def _of_calls(trials: Sequence[Record]) -> str:
 
 
 def _reasons(trials: Sequence[Record]) -> list[str]:
-    told = dict.fromkeys((t["timer"], t["reason"]) for t in trials if t["us"] is None and t["timer"] != "nvbench")
+    """Why a timer timed nothing at all."""
+    # What has a column has its reasons under the table.
+    timed = {t["timer"] for t in trials if t["us"] is not None} | {"nvbench"}
+    told = dict.fromkeys((t["timer"], t["reason"]) for t in trials if t["timer"] not in timed)
     return [f"{code(timer)}: {escape(reason)}" for timer, reason in told] + [_nvbench(trials)]
 
 

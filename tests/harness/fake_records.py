@@ -7,6 +7,7 @@ arguments always give the same records.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -244,6 +245,43 @@ def profiled(records: Sequence[rec.Record], *, run_id: str) -> list[rec.Record]:
         if record.get("role") == "impl" and record["status"] == "ok":
             timing = record["timing"] | {"method": "kernels", "breakdown": parts}
             found.append(record | {"run_id": run_id, "timing": timing})
+    return found
+
+
+def split_profiles(records: Sequence[rec.Record], *, run_id: str) -> list[rec.Record]:
+    """What a run of method ``kernels`` adds to :func:`split_records`; traced calls take as long as timed ones.
+
+    Ours merge as their configuration says: a combine kernel takes 2 µs and 0.05 a split, after it has waited for
+    all of the split kernel; inside of that one nothing is seen of it, but each call waits for the one before.
+    """
+    found = [records[0] | {"run_id": run_id}]
+    for record in (r for r in records if r.get("role") == "impl" and r["status"] == "ok"):
+        us = statistics.median(sample["us"] for sample in record["timing"]["samples"])
+        gap, between = 0.0, 0.0
+        if record["impl"] == "flash-attn-3":
+            gap, between = -1.0, 0.5
+            kernels = [("prepare", 2.0), ("attention", us - 4.5), ("combine", 3.0)]
+        elif record["config"].get("merge") == "combine":
+            merging = 2.0 + 0.05 * record["config"]["splits_max"]
+            gap, kernels = merging - us, [("split", us - merging), ("combine", us)]
+        else:
+            between, kernels = -0.75 * us, [("split", 1.75 * us)]
+        parts = {"calls": 9, "kernels": [{"name": name, "us": took} for name, took in kernels]}
+        parts |= {"gap_us": gap, "between_us": between, "traced_us": us, "total_us": us}
+        timing = record["timing"] | {"method": "kernels", "breakdown": parts}
+        found.append(record | {"run_id": run_id, "timing": timing})
+    return found
+
+
+def merging(records: Sequence[rec.Record]) -> list[rec.Record]:
+    """The records of :func:`split_records`, with how our kernels' splits merge: not at 1, up to 16 by exchange."""
+    found = []
+    for record in records:
+        splits = (record.get("config") or {}).get("splits_max")
+        if record.get("role") == "impl" and splits is not None:
+            how = None if splits == 1 else "exchange" if splits <= 16 else "combine"
+            record = record | {"config": record["config"] | {"merge": how, "block_h": 16}}
+        found.append(record)
     return found
 
 

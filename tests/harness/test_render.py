@@ -166,6 +166,20 @@ def test_a_profile_is_joined_to_its_row_and_never_compared(tmp_path: Path) -> No
     assert (row["method"], row["run_id"]) == ("graph", "20261130T101500Z-3fa2")
 
 
+def test_our_split_kernel_is_the_first_one_also_where_the_next_waits_longer_than_it_runs(tmp_path: Path) -> None:
+    records = fake.gpu_records({"b1_8k": fake.GPU_CASES["b1_8k"]})
+    folder = fake.write(tmp_path / "study", records)
+    profiled = fake.profiled(records, run_id="run-9")
+    kernels = [{"name": "split", "us": 10.0}, {"name": "combine", "us": 12.0}]
+    for r in profiled[1:]:
+        r["timing"]["breakdown"] = {**r["timing"]["breakdown"], "kernels": kernels, "gap_us": -9.0}
+    rec.append(folder / "records-kernels.jsonl", *profiled)
+    comparison = load([folder])
+    ours, theirs = (row_of(comparison, "b1_8k", impl) for impl in ("triton-splitkv", "flash-attn-3"))
+    assert (ours["main_net_us"], ours["others_net_us"]) == (10.0, 3.0)
+    assert (theirs["main_net_us"], theirs["others_net_us"]) == (12.0, 1.0), "of others the longest is the main one"
+
+
 def test_two_entries_of_one_implementation_are_two_series(tmp_path: Path) -> None:
     records = fake.gpu_records({"b1_8k": fake.GPU_CASES["b1_8k"]})
     entry = next(r for r in records if r.get("impl") == "triton-splitkv")

@@ -167,12 +167,60 @@ def test_another_commit_or_gpu_is_said_as_compare_says_it(tmp_path: Path) -> Non
     second[0]["env"] |= {"git": "fedcba98" * 5}
     folder = study(tmp_path, second=second)
     render_study([folder])
-    told = section(text_of(folder), "From run to run")
+    told = section(text_of(folder), "A second run, not alike")
     assert (
         "| variable | old | new |\n|:---|:---|:---|\n| gpu | NVIDIA H200 | NVIDIA H100 |\n| git | 0123456789abcdef"
         in told
     )
     assert "No difference." not in told
+
+
+OTHER = "fedcba98" * 5
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        ({"git": OTHER}, "of another commit (`0123456789ab` → `fedcba98fedc`)"),
+        ({"dirty": True}, "of another commit (`0123456789ab` → `0123456789ab` with local changes)"),
+        ({"git": None}, "of another commit (`0123456789ab` → not recorded)"),
+        ({"gpu": "NVIDIA H100"}, "on another GPU (NVIDIA H200 → NVIDIA H100)"),
+        (
+            {"gpu": "NVIDIA H100", "git": OTHER, "triton": "9.9"},
+            "of another commit (`0123456789ab` → `fedcba98fedc`),",
+        ),
+        ({"cpu": "Another CPU", "clocks": {"sm_mhz": 345}}, ""),
+    ],
+)
+def test_what_may_be_due_to_other_code_or_another_gpu_is_not_called_from_run_to_run(
+    env: Mapping[str, object], told: str, tmp_path: Path
+) -> None:
+    second = timed(fake.gpu_records(CASES, run_id="run-b"), TWO)
+    second[0]["env"] = {**second[0]["env"], **env}
+    text = text_of(rendered(study(tmp_path, second=second)))
+    alike = "what differs [from run to run](#run-to-run) comes on top:" in section(text, "What to run")
+    assert alike == (not told)
+    assert ("\n## From run to run\n" in text) == (not told)
+    if told:
+        decisions, mine = section(text, "What to run"), section(text, "A second run, not alike")
+        assert "what differs from run to run is not in them. A [second run](#run-to-run) is " in decisions
+        assert f"is {told}" in decisions
+        assert f"The second is {told}" in mine
+        assert "cannot be told from them. Between the two runs `tilelang-splitkv` differs by at most" in " ".join(
+            mine.split("\n")
+        )
+    if "triton" in env:
+        assert "on another GPU (NVIDIA H200 → NVIDIA H100) and with another triton (3.6.0 → 9.9)" in text
+
+
+def test_code_with_local_changes_may_be_other_code_both_times(tmp_path: Path) -> None:
+    runs = [timed(fake.gpu_records(CASES, run_id=f"run-{name}"), {}) for name in "ab"]
+    for records in runs:
+        records[0]["env"] = {**records[0]["env"], "dirty": True}
+    told = section(text_of(rendered(study(tmp_path, first=runs[0], second=runs[1]))), "A second run, not alike")
+    assert (
+        "The second is perhaps of other code (`0123456789ab` with local changes both times): what differs" in told
+    )
 
 
 def test_what_one_run_alone_has_is_listed(tmp_path: Path) -> None:

@@ -110,6 +110,32 @@ def test_the_decision_names_the_fastest_its_splits_its_margin_and_ties(tmp_path:
     assert re.search(r"\*\*tie\*\* with `triton-splitkv` \(\[0\.5 to 0\.5 %\]\(#r\d+\)\) \| 32 / 8, 128 \|", told)
 
 
+def test_what_is_paired_by_round_and_what_is_a_median_is_said_once(tmp_path: Path) -> None:
+    records = fake.gpu_records({"b1_8k": fake.GPU_CASES["b1_8k"]})
+    records = [r for r in records if r.get("role") != "impl" or r["impl"] in OURS]
+    for label, times in {"tilelang-splitkv": (10.0, 20.0, 30.0), "triton-splitkv": (22.0, 40.0, 31.0)}.items():
+        [record] = [r for r in records if r["kind"] == "measurement" and rec.series_label(r) == label]
+        for sample in record["timing"]["samples"]:
+            sample["us"] = times[sample["round"] % 3]
+    folder = fake.write(tmp_path / "study", records)
+    render_study([folder])
+    told = section(text_of(folder), "What to run")
+    assert text_of(folder).count("is the median of ratios formed round by round") == 1
+    assert "so it need not be the quotient of the two medians beside it." in told
+    [found] = decide(load([folder]))
+    assert found.margin is not None
+    assert found.margin.median == pytest.approx(2.0), "where the medians' quotient is 1.55"
+
+
+def test_a_first_plan_says_in_its_header_that_caches_may_have_been_warm(splits: Path) -> None:
+    text = text_of(splits)
+    header = "first plan, ms (caches warm or cold, not told apart)"
+    assert f"| {header}, longest | plan µs, median |" in section(text, "By implementation")
+    assert f"| {header} | plan µs |" in section(text, "All measurements")
+    assert "these times are not to be compared from one implementation to another" in text
+    assert "compile ms" not in text
+
+
 def test_a_fixed_split_count_is_recommended_only_where_it_is_ahead(tmp_path: Path) -> None:
     records = fake.split_records({"b1_8k": fake.GPU_CASES["b1_8k"]}, counts=(4, 8, 16))
     for label, us in {"triton-splitkv": 10.0, "triton-splitkv num_splits=8": 9.98}.items():
@@ -340,6 +366,27 @@ def test_a_study_points_to_the_split_counts_and_the_second_run_beside_it(tmp_pat
     assert "what differs from run to run is not in them." in section(text_of(counts), "What to run")
 
 
+def test_a_study_is_pointed_to_for_what_it_holds_and_not_for_its_name(tmp_path: Path) -> None:
+    cases = {name: fake.GPU_CASES[name] for name in ("b1_1k", "b1_8k")}
+    skew = {"skew": fake.problem([8192, 64, 64])}
+    alike = {"skew": fake.problem([8192, 127, 1])}  # as many keys, and as many in the longest
+    folder = fake.write(tmp_path / "study", fake.gpu_records(cases | skew))
+    for name, mine in {"a": alike, "b": {"b1_8k": cases["b1_8k"]}, "z": cases}.items():
+        fake.write(tmp_path / name, fake.split_records(mine))
+        rec.replace_cases(tmp_path / name / rec.REPEAT_FILE, fake.gpu_records(mine, run_id="run-b"))
+        checks_beside(tmp_path / name, fake.gpu_records(mine))
+    render_study([folder])
+    text = text_of(folder)
+    assert "[z](../z/README.md#counts) does for 2 of these 3 cases" in text
+    assert "[z](../z/README.md#run-to-run) tells of two runs" in text
+    assert "stands in [z](../z/README.md#deep), where" in text
+    only = fake.write(tmp_path / "only", fake.gpu_records(skew))
+    render_study([only])
+    assert "README.md#counts" not in text_of(only), "another problem of the same name"
+    assert "README.md#run-to-run" not in section(text_of(only), "What to run")
+    assert "stands in [a](../a/README.md#deep), where" in text_of(only), "the same kernels, on other cases"
+
+
 def test_what_the_deeper_check_found_wrong_stands_at_the_top(tmp_path: Path) -> None:
     records = fake.gpu_records({name: fake.GPU_CASES[name] for name in ("b1_1k", "b1_8k")})
     folder = fake.write(tmp_path / "study", records)
@@ -433,16 +480,124 @@ def test_split_counts_are_a_figure_and_not_series_of_others(splits: Path) -> Non
     )
     row = next(line for line in told.splitlines() if line.startswith("| `b1_8k` | `triton-splitkv`"))
     assert "| auto: 16 | " in row
-    assert ", its longest kernel 10.0 µs against 10.0 |" in row, "too few, explained by the profile"
-    assert ", its other kernels 2.00 µs against 2.00 |" in row, "too many, explained by the profile"
+
+
+def explained_splits(tmp_path: Path, *, traced: bool = True) -> Path:
+    """A rendered study of split counts whose kernels merge in different ways, and what was traced of it."""
+    cases = {name: fake.GPU_CASES[name] for name in ("b1_8k", "skew_1x128k_31x1k")}
+    records = fake.merging(fake.split_records(cases))
+    for r in records:
+        if str(r.get("case")).startswith("skew") and r["config"].get("splits_max") == 1:
+            for sample in r["timing"]["samples"]:
+                sample["us"] *= 4  # for one CTA reads the longest sequence alone
+    folder = fake.write(tmp_path / "study", records)
+    if traced:
+        rec.append(folder / "records-kernels.jsonl", *fake.split_profiles(records, run_id="run-9"))
+    render_study([folder])
+    return folder
+
+
+def lines_of(told: str, case: str, label: str) -> list[list[str]]:
+    """The cells of the lines of all tables that begin with a case and an implementation."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in told.splitlines()]
+    return [row for row in rows if row[:2] == [f"`{case}`", f"`{label}`"]]
+
+
+def test_too_few_and_too_many_splits_are_explained_part_by_part(tmp_path: Path) -> None:
+    folder = explained_splits(tmp_path)
+    rows = load([folder]).impls.set_index(["case", "label"])
+    told = section(text_of(folder), "Split counts")
+    short, *long = lines_of(told, "b1_8k", "triton-splitkv")
+    one, best, most = (rows.loc[("b1_8k", f"triton-splitkv num_splits={n}")] for n in (1, 16, 128))
+    assert (best["main_net_us"], best["others_net_us"]) == (pytest.approx(best["traced_us"]), 0), "merges inside"
+    assert most["others_net_us"] == pytest.approx(8.4), "the combine kernel's wait is not its work"
+    assert most["main_us"] < most["others_us"], "and longer than the split kernel with it"
+    few = one["traced_us"] - best["traced_us"]
+    assert f", traced +{few:.1f} µs (split kernel +{few:.1f}); 8 CTAs for 132 SMs, 4.19 MB each" in short[7]
+    many = most["traced_us"] - best["traced_us"]
+    assert (
+        f", traced +{many:.2f} µs (split kernel {many - 8.4:+.2f}, combine kernel +8.40); 1,024 CTAs of" in short[8]
+    )
+    assert [line[2:8] for line in long] == [
+        ["1", "fewest", "nothing to merge", "8", "0.061", "4.19 MB"],
+        ["16", "default, best", "by exchange", "128", "0.97", "262 KB"],
+        ["128", "most", "by a combine kernel", "1,024", "7.8", "32.8 KB"],
+    ]
+    assert [line[10] for line in long] == ["0.00", "in the split kernel", "8.40"]
+    for line in long:
+        us = [0.0 if cell == "in the split kernel" else float(cell) for cell in line[9:13]]
+        assert sum(us[:3]) == pytest.approx(us[3], abs=0.06)
+    peer = lines_of(told, "b1_8k", "flash-attn-3")
+    assert re.search(r"\(longest kernel \+\d+\.\d\)$", peer[0][7]), "its other kernels take the same"
+    assert [line[10:12] for line in peer[1:]] == [["4.00", "0.50"]] * len(peer[1:])
+
+
+def test_the_caption_of_split_counts_says_where_their_time_goes(tmp_path: Path) -> None:
+    told = section(text_of(explained_splits(tmp_path)), "Split counts")
+    assert re.search(
+        r"With the fewest splits 5 \(implementation, case\) pairs lose over 1 % against their best count; most of"
+        r" that time goes in the split kernel \(of others the longest\) on 5 \(CTAs, known on 4: fewer than the"
+        r" device has SMs on 2 and for sequences of unlike length on 2\); the most on `\S+` on `skew_\w+`, asked"
+        r" for 1: traced \+\d+\.\d µs \(split kernel \+\d+\.\d\)\.",
+        told,
+    )
+    assert "With the most splits 6 (implementation, case) pairs lose over 1 %" in told
+    assert told.count("Splits that merge in a cluster or by exchange do so inside of the split kernel") == 2
+    assert "Traced in run `run-9`." in told
+
+
+def test_a_trace_of_another_configuration_or_commit_is_told_apart(tmp_path: Path) -> None:
+    folder = explained_splits(tmp_path)
+    run, *profiles = rec.read(folder / "records-kernels.jsonl")
+    run["env"] |= {"git": "fedcba98" * 5}
+    [other] = [r for r in profiles if (r["case"], rec.series_label(r)) == ("b1_8k", "triton-splitkv num_splits=1")]
+    other["config"] |= {"block_n": 64}
+    for r in profiles:
+        r["config"] |= {"said_by_later_code": True}
+    (folder / "records-kernels.jsonl").unlink()
+    rec.append(folder / "records-kernels.jsonl", run, *profiles)
+    render_study([folder])
+    told = section(text_of(folder), "Split counts")
+    short, first, *_ = lines_of(told, "b1_8k", "triton-splitkv")
+    assert "traced" not in short[7]
+    assert first[9:] == ["not traced", "–", "–", "–"]
+    assert "Traced in run `run-9`, at commit `fedcba98fedc` where the times are of `0123456789ab`." in told
+    assert (
+        "Traced in another version or configuration than timed, or with other splits, so left out:"
+        " `triton-splitkv num_splits=1` on `b1_8k`." in told
+    )
+    assert ", 4 of them traced; most of that time goes" in told
+    for r in profiles:
+        r["config"] |= {"version": "2"}
+    records = rec.read(folder / "records.jsonl")
+    for r in records[1:]:
+        r["config"] |= {"version": "1"}
+    for path in folder.glob("*.jsonl"):
+        path.unlink()
+    fake.write(folder, records)
+    rec.append(folder / "records-kernels.jsonl", run, *profiles)
+    render_study([folder])
+    told = section(text_of(folder), "Split counts")
+    assert told.count("All of what was traced is of another version or configuration than was timed") == 2
+    assert "No record says" not in told
 
 
 def test_without_a_profile_the_work_items_explain_too_few_and_too_many(tmp_path: Path) -> None:
-    folder = fake.write(tmp_path / "study", fake.split_records({"b1_8k": fake.GPU_CASES["b1_8k"]}))
-    render_study([folder])
+    folder = explained_splits(tmp_path, traced=False)
     told = section(text_of(folder), "Split counts")
-    assert ", 8 CTAs for 132 SMs |" in told
-    assert ", 1,024 CTAs and up to 128 partial results a row to merge |" in told
+    assert ", 8 CTAs for 132 SMs, 4.19 MB each |" in told
+    assert ", 256 CTAs for 132 SMs, 2.61 MB each in the mean and at most 67.1 MB |" in told, (
+        "the longest sequence, alone"
+    )
+    assert ", 1,024 CTAs of 32.8 KB and up to 128 partial results a row to merge |" in told
+    assert (
+        told.count("No record says which kernels the time of these split counts goes to: `splitkv run STUDY") == 2
+    )
+    assert "split (longest) kernel" not in told
+    assert "traced" not in told
+    assert lines_of(told, "b1_8k", "triton-splitkv")[1][2:8] == [
+        *("1", "fewest", "nothing to merge", "8", "0.061", "4.19 MB")
+    ]
 
 
 def test_a_profile_is_a_figure_with_its_sums(splits: Path) -> None:

@@ -55,7 +55,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def trials(folder: Path) -> list[tuple[str, str]]:
-    return [(r["experiment"], r["case"]) for r in rows(folder) if r["experiment"] != "done"]
+    return [(r["experiment"], r["case"]) for r in rows(folder) if r["experiment"] not in ("done", "failed")]
 
 
 def test_every_experiment_takes_its_cases_and_none_twice(tmp_path: Path) -> None:
@@ -129,6 +129,8 @@ def test_what_was_complete_is_kept_and_the_rest_is_done_later(
     assert not run(tmp_path, "identical", said=said)
     assert reason in said[-1]
     assert trials(tmp_path) == [("identical", "b1_1k")]
+    failed = [(r["impl"], r["case"], r["reason"]) for r in rows(tmp_path) if r["experiment"] == "failed"]
+    assert failed == [("identical", "b1_8k", reason.removeprefix("identical: "))]
     monkeypatch.delenv(fake_experiments.BAD)
     assert run(tmp_path, "identical")
     assert trials(tmp_path) == [("identical", "b1_1k"), ("identical", "b1_8k")]
@@ -371,6 +373,52 @@ def test_a_missing_nvbench_was_not_installed(tmp_path: Path) -> None:
     missing = head | {"timer": "nvbench", "us": None, "reason": "ModuleNotFoundError: No module named 'cuda.bench'"}
     text = more(tmp_path, head | {"timer": "graph", "us": 16.0}, missing)
     assert "- `nvbench` was not installed, so nothing was timed with it: ModuleNotFoundError:" in text
+
+
+@pytest.mark.parametrize(
+    ("experiment", "told"), [("failed", "b1\\_1k: the process died"), ("done", None), (None, None)]
+)
+def test_a_time_that_is_missing_has_its_reason_under_the_table(
+    experiment: str | None, told: str | None, tmp_path: Path
+) -> None:
+    head = {"experiment": "timers", "kv_bytes": 4}
+    both = [head | {"case": case, "impl": impl} for case in ("b1_8k", "b1_1k") for impl in ("a-kernel", "b-kernel")]
+    times = [row | {"timer": "events", "us": 16.0} for row in both]
+    times += [row | {"timer": "nvbench", "us": 15.0} for row in both if row["case"] == "b1_8k"]
+    times += [both[0] | {"timer": "triton do_bench", "us": 15.5}]
+    times += [both[1] | {"timer": "triton do_bench", "us": None, "reason": "RuntimeError: no"}]
+    marker = {"case": "b1_1k", "impl": "nvbench", "experiment": "failed", "reason": "b1_1k: the process died"}
+    markers = [marker] if experiment else []
+    markers += [marker | {"experiment": "done"}] if experiment == "done" else []
+    text = more(tmp_path, *times, *markers)
+    (table,) = tables_of(text)
+    assert table[0][2:5] == ["`events`", "`triton do_bench`", "`nvbench`"]
+    assert [line[3:5] for line in table[2:]] == [
+        ["15.50", "15.00"],
+        ["–<sup>1</sup>", "15.00"],
+        ["–<sup>2</sup>", "–<sup>3</sup>"],
+        ["–<sup>2</sup>", "–<sup>3</sup>"],
+    ]
+    why = told or "the run left no record of it there, nor of why"
+    assert "<sup>1</sup> `triton do_bench` on `b1_8k`: RuntimeError: no\n" in text
+    assert f"<sup>3</sup> `nvbench` on `b1_1k`: {why}\n" in text
+
+
+def test_a_library_that_is_not_there_says_so_once_a_case(tmp_path: Path) -> None:
+    head = {"experiment": "timers", "kv_bytes": 4}
+    rows = [
+        head | {"case": "b1_8k", "impl": impl, "timer": "events", "us": 16.0} for impl in ("a-kernel", "b-kernel")
+    ]
+    rows += [
+        head | {"case": "b1_1k", "impl": impl, "timer": "events", "us": 16.0} for impl in ("a-kernel", "b-kernel")
+    ]
+    rows += [head | {"case": "b1_8k", "impl": "a-kernel", "timer": "nvbench", "us": 15.0}]
+    rows += [
+        head | {"case": "b1_1k", "impl": "a-kernel", "timer": "nvbench", "us": None, "reason": "ImportError: x"}
+    ]
+    (table,) = tables_of(text := more(tmp_path, *rows))
+    assert [line[3] for line in table[2:]] == ["15.00", "–<sup>1</sup>", "–<sup>2</sup>", "–<sup>2</sup>"]
+    assert "<sup>2</sup> `nvbench` on `b1_1k`: ImportError: x\n" in text
 
 
 @pytest.mark.parametrize(("device", "told"), [("cuda", True), ("cpu", False)])
