@@ -47,7 +47,7 @@ CPU_CTAS = 32
 CTA_OVERHEAD_BYTES = 136 << 10
 """What starting and ending a CTA costs, as bytes that an SM could have read meanwhile: about 4 µs on an H200."""
 
-WORK = ("long", "short", "crowd", "even", "steady")
+WORK = ("long", "short", "crowd", "packed", "even", "steady")
 """Kinds of batches, which have tiles of their own (:func:`work_of`)."""
 
 STEADY_BYTES = 2 << 20
@@ -126,8 +126,8 @@ def split_limits(
 
     A kernel that fills a ring of ``num_stages`` tiles by TMA before it does anything else waits as long for one key
     as for a full ring: no shorter split is worth a CTA. And so many CTAs read at the memory's full speed as have
-    :data:`IN_FLIGHT_BYTES` an SM on their way. One that loads by ``cp.async`` splits down to a tile, and takes a
-    CTA an SM.
+    :data:`IN_FLIGHT_BYTES` an SM on their way; but for heads wider than 128, with more to compute for each byte,
+    which take a CTA an SM. So does one that loads by ``cp.async``, which splits down to a tile.
 
     Args:
         sms: SMs of the device.
@@ -138,6 +138,8 @@ def split_limits(
     """
     if not tma:
         return block_n, None
+    if problem.head_dim > 128:
+        return block_n * num_stages, None
     ring_bytes = 2 * block_n * num_stages * problem.head_dim * problem.element_bytes
     return block_n * num_stages, min(sms, max(1, -(-sms * IN_FLIGHT_BYTES // ring_bytes)))
 
@@ -156,22 +158,38 @@ def few_unlike(problem: DecodeProblem, sms: int) -> bool:
     return not alike(problem) and ctas < sms and problem.total_kv * problem.heads_kv <= 2048 * sms
 
 
+def crowd(problem: DecodeProblem, sms: int) -> bool:
+    """Whether many short sequences are read whole by four CTAs an SM and more, none of which outlasts the others.
+
+    Up to 2048 keys a CTA; the longest has at most three fifths of what an SM reads in all. Several CTAs share an SM
+    then, and hide each other's start and end; tiles half as long waste less at the ends of sequences.
+    """
+    ctas = problem.batch * problem.heads_kv
+    keys = problem.total_kv * problem.heads_kv
+    return ctas >= 4 * sms and keys <= 2048 * ctas and 5 * problem.max_kv * sms <= 3 * keys
+
+
 def work_of(problem: DecodeProblem, sms: int) -> str:
     """What kind of work a batch is, for tiles: one of :data:`WORK`.
 
-    Short: fewer than 256 keys a CTA; or up to 2048, where sequences of about one length make two waves or more, or
-    a few of different lengths are cut into splits that no round holds evenly (:func:`few_unlike`). A crowd: short,
-    and so many CTAs that several share an SM in more than one round, and hide each other's start. Where many
-    sequences differ in length, several long CTAs may meet on one SM: there each gets an SM of its own, and the work
-    is long.
+    Crowd: see :func:`crowd`. Packed: sequences of about one length, of up to 2048 keys, that make two to four CTAs
+    an SM; all of them fit the device at once in short tiles, while a round of longer ones would be left over.
+
+    Short: fewer than 256 keys a CTA; or a few of different lengths, cut into splits that no round holds evenly
+    (:func:`few_unlike`). Long: the rest of what differs in length, or makes several rounds; several long CTAs may
+    meet on one SM, so each gets an SM of its own.
 
     Even: sequences of about one length that one round of CTAs reads, each on an SM of its own. Steady: even, with
     over :data:`STEADY_BYTES` a CTA.
     """
     ctas = problem.batch * problem.heads_kv
     keys = problem.total_kv * problem.heads_kv / max(ctas, sms)
-    if keys < 256 or few_unlike(problem, sms) or (alike(problem) and ctas >= 2 * sms and keys <= 2048):
-        return "crowd" if ctas >= 2 * sms else "short"
+    if crowd(problem, sms):
+        return "crowd"
+    if alike(problem) and 2 * sms <= ctas < 4 * sms and keys <= 2048:
+        return "packed"
+    if keys < 256 or few_unlike(problem, sms):
+        return "short"
     if not alike(problem) or ctas > sms:
         return "long"
     return "steady" if 2 * keys * problem.head_dim * problem.element_bytes > STEADY_BYTES else "even"

@@ -105,7 +105,7 @@ EXAMPLE_SPLITS = 8
 """Splits of every sequence in TileLang's official example."""
 
 BLOCK_S = 16
-"""Splits that the combine kernel merges at a time."""
+"""Splits that the combine kernel merges at a time, where there are no more; else :func:`many_splits`."""
 
 TUNING: Mapping[str, Scalar] = {**SPLIT_TUNING, **TILE_TUNING}
 """What ``plan`` lets the caller choose."""
@@ -561,12 +561,19 @@ def compile_ahead(
     for tile, exchange in product((whole, half), (False, True) if MACHINES[machine].exchanges else (False,)):
         if tile is not None:
             compiled_split(machine, heads_q, heads_kv, head_dim, dtype, tile, 1, exchange)
+    for block_s in (BLOCK_S, many_splits(head_dim)):
+        compiled_combine(machine, heads_q, head_dim, dtype, block_s)
+
+
+def many_splits(head_dim: int) -> int:
+    """Splits merged at a time where there are over :data:`BLOCK_S`: as many as a thread has registers for."""
+    return 64 if head_dim <= 128 else 32
 
 
 @cache
-def compiled_combine(machine: str, heads_q: int, head_dim: int, dtype: str) -> Any:
-    """The compiled combine kernel."""
-    kernel = combine_kernel(MACHINES[machine], heads_q, head_dim, dtype, BLOCK_S, combine_threads(head_dim))
+def compiled_combine(machine: str, heads_q: int, head_dim: int, dtype: str, block_s: int) -> Any:
+    """The compiled combine kernel that merges ``block_s`` splits at a time."""
+    kernel = combine_kernel(MACHINES[machine], heads_q, head_dim, dtype, block_s, combine_threads(head_dim))
     return _compile(MACHINES[machine], kernel, {})
 
 
@@ -588,7 +595,9 @@ def _compile(machine: Machine, kernel: Any, configs: Mapping[str, bool]) -> Any:
     return tilelang.compile(kernel, target="cuda", pass_configs=dict(configs))
 
 
-def combine(partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: Tensor) -> None:
+def combine(
+    partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: Tensor, block_s: int = BLOCK_S
+) -> None:
     """Merge the partials of every sequence in ``merges``; launches only.
 
     Args:
@@ -597,10 +606,11 @@ def combine(partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: 
         merges: ``[merged sequences, 4]`` int32: :attr:`impls.splits.SplitTable.merges`.
         out: ``[B, Hq, D]``, contiguous; only the merged sequences' rows are written.
         out_lse: ``[B, Hq]`` float32, contiguous; likewise.
+        block_s: splits merged at a time, any number.
     """
     heads_q, head_dim = out.shape[1:]
     dtype = next(name for name, torch_dtype in TORCH_DTYPES.items() if torch_dtype == out.dtype)
-    kernel = compiled_combine(choose_machine(out.device).name, heads_q, head_dim, dtype)
+    kernel = compiled_combine(choose_machine(out.device).name, heads_q, head_dim, dtype, block_s)
     kernel(partial, lse, merges, out, out_lse)
 
 
@@ -672,7 +682,10 @@ class TileLangPlan(SplitKVPlan):
         if all(choice[name] is None for name in TILE_TUNING):
             compile_ahead(machine.name, *shape, dtype, decision.whole, decision.half)
         self._split = compiled_split(machine.name, *shape, dtype, tile, self._cluster, self._exchange)
-        self._combine = compiled_combine(machine.name, problem.heads_q, problem.head_dim, dtype)
+        if len(self._merges):
+            many = decision.splitting.table.splits_max > BLOCK_S
+            block_s = many_splits(problem.head_dim) if many else BLOCK_S
+            self._combine = compiled_combine(machine.name, problem.heads_q, problem.head_dim, dtype, block_s)
         self.config = {
             "library": "tilelang",
             "version": tilelang.__version__,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from impls.contract import Scalar
 from impls.problem import DecodeProblem
 from impls.space import Space
-from impls.splitkv_plan import alike, few_unlike, positive, split_limits
+from impls.splitkv_plan import alike, crowd, few_unlike, positive, split_limits
 from impls.splits import Int64Array, common_count
 from impls.tilelang_cluster import (
     CTA_BYTES,
@@ -115,7 +115,8 @@ def takes_half(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile,
 
     For sequences about equally long, so many that each CTA may read a whole one in the only round: if half of the
     ring in one CTA an SM is enough for the memory's full speed, the other half is longer on its way and ends in
-    longer last tiles, which nothing hides. And for a few of different lengths, so that two CTAs share an SM.
+    longer last tiles, which nothing hides. And for a few of different lengths, so that two CTAs share an SM, and up
+    to head dim 128 from 65 for crowds (:func:`impls.splitkv_plan.crowd`).
 
     Args:
         problem: what is to be computed.
@@ -125,7 +126,7 @@ def takes_half(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile,
     """
     if choice["waves"] is not None or choice["cluster"] is not None or choice["num_splits"] not in ("auto", 1):
         return False
-    if few_unlike(problem, sms):
+    if few_unlike(problem, sms) or (problem.head_dim > 64 and crowd(problem, sms)):
         return True
     _, enough = split_limits(sms, problem, block_n=half.block_n, num_stages=half.num_stages, tma=True)
     ctas = problem.batch * problem.heads_kv * -(-problem.group // half.block_h)

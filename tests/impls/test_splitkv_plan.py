@@ -106,3 +106,4 @@ def test_what_reads_at_full_speed_is_bytes_in_flight_and_not_ctas() -> None:
     assert limits(128, 16) == (32, 132)  # one an SM at most
     assert limits(128, 128, sms=1) == (256, 1)
     assert limits(128, 128, tma=False) == (128, None)
+    assert limits(256, 64) == (128, None)  # more to compute for each byte

@@ -119,10 +119,12 @@ def test_a_row_of_scores_lies_in_one_warp(block_h: int) -> None:
 
 @pytest.mark.parametrize("machine", ["sm_90a", "sm_80"])
 @pytest.mark.parametrize("head_dim", tilelang_splitkv.HEAD_DIMS)
-def test_combine_lowers(machine: str, head_dim: int) -> None:
+@pytest.mark.parametrize("many", [False, True])
+def test_combine_lowers(machine: str, head_dim: int, many: bool) -> None:
     threads = tilelang_splitkv.combine_threads(head_dim)
+    block_s = tilelang_splitkv.many_splits(head_dim) if many else tilelang_splitkv.BLOCK_S
     kernel = tilelang_splitkv.combine_kernel(
-        tilelang_splitkv.MACHINES[machine], 32, head_dim, "bfloat16", tilelang_splitkv.BLOCK_S, threads
+        tilelang_splitkv.MACHINES[machine], 32, head_dim, "bfloat16", block_s, threads
     )
     with tvm.target.Target({"kind": "cuda", "arch": machine}):
         source = tilelang.lower(kernel).kernel_source
@@ -251,9 +253,11 @@ def taken(machine: str, shape: DecodeProblem, **chosen: Scalar) -> tuple[int, in
         ((8192,) * 15 + (30_000,), (32, 8), 128, None),
         ((600, 6000, 2000), (32, 8), 128, (64, 2)),  # a few of different lengths
         ((60_000, 600_000, 200_000), (32, 8), 128, None),
+        ((1024,) * 128, (32, 8), 128, (64, 2)),  # a crowd
+        ((1024,) * 128, (32, 8), 64, None),
     ],
 )
-def test_half_of_the_ring_is_for_one_even_round_and_a_few_unlike_sequences(
+def test_half_of_the_ring_is_for_one_even_round_a_few_unlike_sequences_and_crowds(
     lens: tuple[int, ...], heads: tuple[int, int], head_dim: int, half: tuple[int, int] | None
 ) -> None:
     shape = DecodeProblem(kv_lens=lens, heads_q=heads[0], heads_kv=heads[1], head_dim=head_dim)

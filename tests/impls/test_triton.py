@@ -56,8 +56,13 @@ def test_compiles_for_sm_90_without_spills() -> None:
         ((4096,) * 16, "even"),
         ((8192,) * 17, "long"),  # a second round
         ((1024,) * 128, "crowd"),  # several rounds of CTAs of one length
+        ((300, 548) * 120, "crowd"),
+        ((300, 548) * 119 + (20_000,), "long"),  # one outlasts the others
+        ((1877,) * 37, "packed"),
+        ((4096,) * 37, "long"),
         ((4096,) * 64, "long"),
-        ((1024, 2048) * 64, "long"),  # long ones would meet on one SM
+        ((1024, 2048) * 20, "long"),  # long ones would meet on one SM
+        ((1024, 2048) * 64, "crowd"),
         ((600, 6000, 2000), "short"),  # cut into splits that no round holds evenly
         ((60_000, 600_000, 200_000), "long"),
         ((), "short"),
