@@ -299,7 +299,7 @@ def split_kernel(
                 machine.wait(full_v, stage, t // num_stages % 2, num_stages)
                 if rest < block_n:
                     # The tile's last rows belong to nobody: they may hold NaN, and 0 x NaN would survive.
-                    if parts > 1:  # every warp clears what it reads itself, and waits for no other
+                    if parts > 1 and block_h == 16:  # every warp clears what it alone reads, and waits for no other
                         machine.clear_part(V_ring, stage, rest, own, part_n, dim)
                     else:
                         for j, d in machine.parallel(block_n, dim):

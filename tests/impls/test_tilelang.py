@@ -18,6 +18,7 @@ from impls.problem import DecodeProblem
 from impls.reference import reference
 from impls.splitkv_plan import SPLIT_TUNING
 from impls.tilelang_tile import half_tile, takes_half
+from tests.impls.lowering import lowered
 
 CPU = torch.device("cpu")
 
@@ -115,6 +116,15 @@ def test_a_row_of_scores_lies_in_one_warp(block_h: int) -> None:
     assert "bfloat16_t P[" in source
     assert "AllReduce<tl::MaxOp, 4, 1" in source
     assert source.count("AllReduce<tl::MaxOp") == 1
+
+
+@pytest.mark.parametrize(("group", "own"), [(4, True), (24, False), (48, False)])
+def test_a_warp_clears_rows_of_v_by_itself_only_where_no_other_reads_them(group: int, own: bool) -> None:
+    """Of 32 heads, two warps read the same part of the keys: racecheck found them writing what the other reads."""
+    problem = DecodeProblem(kv_lens=(8192,), heads_q=group, heads_kv=1, head_dim=128)
+    source, _, tile = lowered(problem, 1)
+    assert (tile.block_h == 16) == own
+    assert source.count("zero_16_bytes(") == (2 if own else 1)  # the definition, and a call
 
 
 @pytest.mark.parametrize("machine", ["sm_90a", "sm_80"])
