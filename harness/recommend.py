@@ -335,7 +335,7 @@ def splits_of(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) ->
     # Imports torch, which takes a second or two.
     from impls.splitkv_plan import SPLIT_TUNING, choose_splits, split_limits
 
-    min_keys, enough = split_limits(
+    limits = split_limits(
         sm_count, problem, block_n=tile["block_n"], num_stages=tile.get("num_stages", 1), tma=bool(tile.get("tma"))
     )
     per_split = problem.heads_kv * -(-problem.group // tile["block_h"])
@@ -344,8 +344,7 @@ def splits_of(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) ->
         SPLIT_TUNING,
         sm_count=sm_count,
         tiles_per_split=per_split,
-        min_keys=min_keys,
-        enough=enough,
+        **limits._asdict(),
     )
     counts = dict(sorted(zip(problem.kv_lens, table.counts.tolist(), strict=True), reverse=True))
     return counts, table.splits * per_split

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +79,7 @@ def choose_splits(
     tiles_per_split: int,
     min_keys: int,
     enough: int | None = None,
+    together: int = 1,
 ) -> SplitTable:
     """The split table of a problem under a tuning of :data:`SPLIT_TUNING`; see :func:`decide_splitting`."""
     lens = as_array(problem.kv_lens)
@@ -94,6 +96,7 @@ def choose_splits(
         min_keys=min_keys,
         overhead=CTA_OVERHEAD_BYTES // (2 * problem.head_dim * problem.element_bytes),
         enough=enough,
+        together=together,
     )
 
 
@@ -119,15 +122,28 @@ def _merges_by_exchange(
     return asked == "exchange"
 
 
-def split_limits(
-    sms: int, problem: DecodeProblem, *, block_n: int, num_stages: int, tma: bool
-) -> tuple[int, int | None]:
-    """``min_keys`` and ``enough`` of :func:`choose_splits` for a kernel of ours.
+class Limits(NamedTuple):
+    """What :func:`impls.splits.balanced_counts` must know of a kernel; its arguments of these names."""
+
+    min_keys: int
+    enough: int | None = None
+    together: int = 1
+
+
+def full_speed_ctas(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: int) -> int:
+    """CTAs, at most one an SM, whose rings put :data:`IN_FLIGHT_BYTES` an SM on their way."""
+    ring_bytes = 2 * block_n * num_stages * problem.head_dim * problem.element_bytes
+    return min(sms, max(1, -(-sms * IN_FLIGHT_BYTES // ring_bytes)))
+
+
+def split_limits(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: int, tma: bool) -> Limits:
+    """What limits the splits of a kernel of ours.
 
     A kernel that fills a ring of ``num_stages`` tiles by TMA before it does anything else waits as long for one key
     as for a full ring: no shorter split is worth a CTA. And so many CTAs read at the memory's full speed as have
-    :data:`IN_FLIGHT_BYTES` an SM on their way; but for heads wider than 128, with more to compute for each byte,
-    which take a CTA an SM. So does one that loads by ``cp.async``, which splits down to a tile.
+    :data:`IN_FLIGHT_BYTES` an SM on their way; but for heads wider than 128, with more to compute for each byte.
+    One that loads by ``cp.async`` splits down to a tile; up to head dim 64 its tiles are so small that two and more
+    CTAs share an SM.
 
     Args:
         sms: SMs of the device.
@@ -137,11 +153,10 @@ def split_limits(
         tma: whether the ring is filled by TMA.
     """
     if not tma:
-        return block_n, None
+        return Limits(block_n, together=2 if problem.head_dim <= 64 else 1)
     if problem.head_dim > 128:
-        return block_n * num_stages, None
-    ring_bytes = 2 * block_n * num_stages * problem.head_dim * problem.element_bytes
-    return block_n * num_stages, min(sms, max(1, -(-sms * IN_FLIGHT_BYTES // ring_bytes)))
+        return Limits(block_n * num_stages)
+    return Limits(block_n * num_stages, full_speed_ctas(sms, problem, block_n=block_n, num_stages=num_stages))
 
 
 def alike(problem: DecodeProblem) -> bool:
@@ -172,7 +187,7 @@ def crowd(problem: DecodeProblem, sms: int) -> bool:
 def work_of(problem: DecodeProblem, sms: int) -> str:
     """What kind of work a batch is, for tiles: one of :data:`WORK`.
 
-    Crowd: see :func:`crowd`. Packed: sequences of about one length, of up to 2048 keys, that make two to four CTAs
+    Crowd: see :func:`crowd`. Packed: sequences of about one length, of up to 2048 keys, that make one to four CTAs
     an SM; all of them fit the device at once in short tiles, while a round of longer ones would be left over.
 
     Short: fewer than 256 keys a CTA; or a few of different lengths, cut into splits that no round holds evenly
@@ -186,7 +201,7 @@ def work_of(problem: DecodeProblem, sms: int) -> str:
     keys = problem.total_kv * problem.heads_kv / max(ctas, sms)
     if crowd(problem, sms):
         return "crowd"
-    if alike(problem) and 2 * sms <= ctas < 4 * sms and keys <= 2048:
+    if alike(problem) and sms < ctas < 4 * sms and keys <= 2048:
         return "packed"
     if keys < 256 or few_unlike(problem, sms):
         return "short"
@@ -235,8 +250,7 @@ def decide_splitting(
     *,
     sm_count: int,
     tiles_per_split: int,
-    min_keys: int,
-    enough: int | None = None,
+    limits: Limits,
     choose_cluster: Callable[[Int64Array], int] | None = None,
     at_once: int = 0,
 ) -> Splitting:
@@ -247,8 +261,7 @@ def decide_splitting(
         choice: the tuning, complete.
         sm_count: SMs of the device, or what stands in for them.
         tiles_per_split: CTAs that one split launches: KV heads times head tiles.
-        min_keys: ``auto`` plans no split shorter than this; see :func:`split_limits`.
-        enough: CTAs of this kernel that read at the memory's full speed; None takes one an SM.
+        limits: of the splits that ``auto`` plans.
         choose_cluster: from the splits of each sequence, ``[B]``, how many CTAs merge theirs by themselves, as one
             cluster; with more than 1 there are no partials and no merges. None where a kernel cannot do that.
         at_once: CTAs of this kernel that are surely on the device at once, for :func:`may_exchange`; 0 where it
@@ -263,8 +276,7 @@ def decide_splitting(
         choice,
         sm_count=sm_count,
         tiles_per_split=tiles_per_split,
-        min_keys=min_keys,
-        enough=enough,
+        **limits._asdict(),
     )
     if choice["merge"] not in MERGES:
         raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {choice['merge']!r}")

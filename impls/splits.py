@@ -10,6 +10,7 @@ Every key belongs to exactly one split, and no two splits of a sequence differ b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -175,6 +176,7 @@ def balanced_counts(
     min_keys: int,
     overhead: int,
     enough: int | None = None,
+    together: int = 1,
 ) -> Int64Array:
     """The :func:`proportional_counts` under which the device's last CTA is expected to end first.
 
@@ -184,7 +186,11 @@ def balanced_counts(
     it is; most batches are decided by what every schedule must take, an even share and the longest split.
 
     Equally long sequences leave nothing to even out. They need only as many splits as read at the memory's full
-    speed, ``enough``: every further one is one more to merge.
+    speed, ``enough``: every further one is one more to merge. Where that is not known, they get as many as whole
+    rounds of CTAs end first with (:func:`even_splits`).
+
+    Where CTAs share an SM, a split that takes a round by itself does not have one for itself: with more CTAs than
+    SMs, splits are planned for ``together`` rounds at least.
 
     Args:
         kv_lens: keys of each sequence.
@@ -192,7 +198,8 @@ def balanced_counts(
         ctas: CTAs that the device runs at once.
         min_keys: no split is planned shorter than this.
         overhead: what starting and ending a CTA costs, in keys.
-        enough: CTAs that read at full speed by themselves, at most ``ctas``; None takes all.
+        enough: CTAs that read at full speed by themselves, at most ``ctas``; None where that is not known.
+        together: CTAs of the kernel that share an SM.
 
     Returns:
         ``[B]`` int64, each at least 1.
@@ -200,16 +207,22 @@ def balanced_counts(
     lens = as_array(kv_lens)
     total = int(lens.sum())
     twice = lens * 2
-    counts = _rounded(twice, _chunk(total * tiles_per_split, ctas, min_keys))
     longest = lens.item(lens.argmax()) if total else 0
     if longest * len(lens) == total:
         if enough is None:
-            return counts
+            whole = len(lens) * tiles_per_split
+            return np.full_like(lens, even_splits(longest, whole, ctas=ctas, min_keys=min_keys, overhead=overhead))
         return _rounded(twice, _chunk(total * tiles_per_split, enough, min_keys))
+    counts = _rounded(twice, _chunk(total * tiles_per_split, ctas, min_keys))
+    fewest = together if int(counts.sum()) * tiles_per_split > ctas else 1
+    if fewest > 1:
+        counts = _rounded(twice, _chunk(total * tiles_per_split, ctas * fewest, min_keys))
     negative = -lens  # minus the floor of minus a quotient is its ceiling
     best = last = Schedule(overhead - negative // counts, counts, copies=tiles_per_split, ctas=ctas)
     best_counts, splits = counts, int(counts.sum())
-    for waves in WAVES[1:]:
+    for waves in WAVES:
+        if waves <= fewest:
+            continue
         chunk = _chunk(total * tiles_per_split, int(ctas * waves), min_keys)
         if 2 * longest < 3 * chunk:  # not even the longest sequence is split
             continue
@@ -225,6 +238,29 @@ def balanced_counts(
     return best_counts
 
 
+def even_splits(keys: int, whole: int, *, ctas: int, min_keys: int, overhead: int) -> int:
+    """Splits of equally long sequences with which the last of up to three rounds of CTAs ends first.
+
+    ``n`` splits make ``ceil(n * whole / ctas)`` rounds of ``ceil(keys / n)`` keys and the overhead each. A further
+    round must be worth its while.
+
+    Args:
+        keys: of each sequence.
+        whole: CTAs without splits.
+        ctas: CTAs that the device runs at once.
+        min_keys: no split is planned shorter than this.
+        overhead: what starting and ending a CTA costs, in keys.
+    """
+    most = min(max(1, (2 * keys + min_keys) // (2 * max(1, min_keys))), MAX_SPLITS)
+    best, least = 1, math.inf
+    for waves in (1, 2, 3):
+        splits = min(max(1, waves * ctas // max(1, whole)), most)
+        cost = -(-splits * whole // ctas) * (-(-keys // splits) + overhead)
+        if cost < WORTHWHILE * least:
+            best, least = splits, cost
+    return best
+
+
 def plan_splits(
     kv_lens: Lengths,
     *,
@@ -233,6 +269,7 @@ def plan_splits(
     min_keys: int,
     overhead: int,
     enough: int | None = None,
+    together: int = 1,
 ) -> SplitTable:
     """The table of :func:`balanced_counts`, from lengths in one call; the arguments are the same."""
     lens = as_array(kv_lens)
@@ -243,6 +280,7 @@ def plan_splits(
         min_keys=min_keys,
         overhead=overhead,
         enough=enough,
+        together=together,
     )
     return _table(lens, counts)
 

@@ -640,7 +640,7 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
     """
     whole, half = choose_tile(machine, problem, choice), half_tile(machine, problem, choice)
     tile = half if half is not None and takes_half(problem, choice, half, sms) else whole
-    min_keys, enough = split_limits(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=machine.tma)
+    limits = split_limits(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=machine.tma)
     # Who asks for another way to merge has said no to clusters.
     asked = 1 if choice["cluster"] is None and choice["merge"] != "auto" else choice["cluster"]
     splitting = decide_splitting(
@@ -648,8 +648,7 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
         choice,
         sm_count=sms,
         tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
-        min_keys=min_keys,
-        enough=enough,
+        limits=limits,
         choose_cluster=lambda counts: choose_cluster(machine, problem, tile, asked, counts, sms=sms),
         at_once=at_once(machine, problem, tile, sms),
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from impls.contract import Scalar
 from impls.problem import DecodeProblem
 from impls.space import Space
-from impls.splitkv_plan import alike, crowd, few_unlike, positive, split_limits
+from impls.splitkv_plan import alike, crowd, few_unlike, full_speed_ctas, positive
 from impls.splits import Int64Array, common_count
 from impls.tilelang_cluster import (
     CTA_BYTES,
@@ -115,8 +115,12 @@ def takes_half(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile,
 
     For sequences about equally long, so many that each CTA may read a whole one in the only round: if half of the
     ring in one CTA an SM is enough for the memory's full speed, the other half is longer on its way and ends in
-    longer last tiles, which nothing hides. And for a few of different lengths, so that two CTAs share an SM, and up
-    to head dim 128 from 65 for crowds (:func:`impls.splitkv_plan.crowd`).
+    longer last tiles, which nothing hides. Up to head dim 64 for one round of such sequences in any case: a byte
+    comes with twice as much to compute, so that as few CTAs as the whole ring suggests are too slow.
+
+    For a few of different lengths, so that two CTAs share an SM, unless, above head dim 64, an SM's share of all
+    fits the whole ring: then there is nothing to even out. And for head dims from 65 to 128 for crowds
+    (:func:`impls.splitkv_plan.crowd`).
 
     Args:
         problem: what is to be computed.
@@ -126,11 +130,14 @@ def takes_half(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile,
     """
     if choice["waves"] is not None or choice["cluster"] is not None or choice["num_splits"] not in ("auto", 1):
         return False
-    if few_unlike(problem, sms) or (problem.head_dim > 64 and crowd(problem, sms)):
+    if few_unlike(problem, sms):
+        ring = 2 * half.block_n * half.num_stages
+        return problem.head_dim <= 64 or problem.total_kv * problem.heads_kv > ring * sms
+    if problem.head_dim > 64 and crowd(problem, sms):
         return True
-    _, enough = split_limits(sms, problem, block_n=half.block_n, num_stages=half.num_stages, tma=True)
+    enough = full_speed_ctas(sms, problem, block_n=half.block_n, num_stages=half.num_stages)
     ctas = problem.batch * problem.heads_kv * -(-problem.group // half.block_h)
-    return alike(problem) and enough is not None and enough <= ctas <= sms
+    return alike(problem) and ctas <= sms and (enough <= ctas or problem.head_dim <= 64)
 
 
 def tile_bytes(machine: Machine, problem: DecodeProblem, tile: Tile) -> int:

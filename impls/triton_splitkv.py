@@ -48,7 +48,7 @@ from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, 
 from impls.libraries import check_capability
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
-from impls.splitkv_plan import SPLIT_TUNING, WORK, SplitKVPlan, Splitting, decide_splitting, work_of
+from impls.splitkv_plan import SPLIT_TUNING, WORK, SplitKVPlan, Splitting, decide_splitting, split_limits, work_of
 from impls.triton_launch import Launch
 from impls.triton_tile import (
     SPACE,
@@ -354,7 +354,7 @@ def decide(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Sc
         choice,
         sm_count=sm_count(device),
         tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
-        min_keys=tile.block_n,
+        limits=split_limits(sm_count(device), problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=False),
         at_once=at_once(problem, tile, device) if can_exchange else 0,
     )
 

@@ -16,7 +16,7 @@ from impls.contract import Scalar
 from impls.exchange import mail_bytes, mail_shape, may_exchange, pays_to_exchange
 from impls.problem import DecodeProblem
 from impls.reference import reference
-from impls.splitkv_plan import SPLIT_TUNING, SplitKVPlan, decide_splitting
+from impls.splitkv_plan import SPLIT_TUNING, Limits, SplitKVPlan, decide_splitting
 from impls.splits import make_table
 from impls.tilelang_splitkv import TileLangSplitKV
 from tests.impls.cases import problem
@@ -57,7 +57,9 @@ class _Plan(SplitKVPlan):
 
     def __init__(self, shape: DecodeProblem, **choice: Scalar) -> None:
         tuning = {**SPLIT_TUNING, **choice}
-        splitting = decide_splitting(shape, tuning, sm_count=132, tiles_per_split=8, min_keys=128, at_once=132)
+        splitting = decide_splitting(
+            shape, tuning, sm_count=132, tiles_per_split=8, limits=Limits(128), at_once=132
+        )
         super().__init__(shape, CPU, tuning, splitting)
         self.config = self._split_config
 

@@ -96,14 +96,15 @@ def test_a_plan_for_other_lengths_waits_for_nothing(impl: type[DecodeImpl], devi
 
 
 def test_what_reads_at_full_speed_is_bytes_in_flight_and_not_ctas() -> None:
-    def limits(head_dim: int, block_n: int, *, sms: int = 132, tma: bool = True) -> tuple[int, int | None]:
+    def limits(head_dim: int, block_n: int, *, sms: int = 132, tma: bool = True) -> tuple[int, int | None, int]:
         shape = DecodeProblem(kv_lens=(8192,), heads_q=8, heads_kv=8, head_dim=head_dim)
         return split_limits(sms, shape, block_n=block_n, num_stages=2, tma=tma)
 
-    assert limits(128, 128) == (256, 62)  # 128 KiB each
-    assert limits(128, 64) == (128, 124)
-    assert limits(64, 128) == (256, 124)
-    assert limits(128, 16) == (32, 132)  # one an SM at most
-    assert limits(128, 128, sms=1) == (256, 1)
-    assert limits(128, 128, tma=False) == (128, None)
-    assert limits(256, 64) == (128, None)  # more to compute for each byte
+    assert limits(128, 128) == (256, 62, 1)  # 128 KiB each
+    assert limits(128, 64) == (128, 124, 1)
+    assert limits(64, 128) == (256, 124, 1)
+    assert limits(128, 16) == (32, 132, 1)  # one an SM at most
+    assert limits(128, 128, sms=1) == (256, 1, 1)
+    assert limits(128, 128, tma=False) == (128, None, 1)
+    assert limits(64, 128, tma=False) == (128, None, 2)  # two CTAs share an SM
+    assert limits(256, 64) == (128, None, 1)  # more to compute for each byte

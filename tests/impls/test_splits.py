@@ -21,6 +21,7 @@ from impls.splits import (
     balanced_counts,
     check_offsets,
     equal_counts,
+    even_splits,
     make_table,
     plan_splits,
     proportional_counts,
@@ -235,21 +236,42 @@ def test_the_order_of_the_batch_is_of_no_account(lens: list[int], shape: dict[st
     assert balanced_counts([lens[b] for b in order], **shape).tolist() == counts[order].tolist()
 
 
-@given(st.integers(1, 40), st.integers(0, 100_000))
-def test_equal_lengths_get_one_round(batch: int, keys: int) -> None:
-    balanced = balanced_counts([keys] * batch, tiles_per_split=8, ctas=132, min_keys=128, overhead=266)
-    one_round = proportional_counts([keys] * batch, tiles_per_split=8, slots=132, min_keys=128)
-    assert balanced.tolist() == one_round.tolist()
+@given(st.integers(1, 400), st.integers(0, 100_000))
+def test_equal_lengths_get_as_many_splits_as_whole_rounds_end_first_with(batch: int, keys: int) -> None:
+    """Of all counts of up to three rounds none ends by over 2 % sooner, and none as soon with fewer splits."""
+    shape = {"ctas": 132, "min_keys": 128, "overhead": 266}
+    (splits,) = set(balanced_counts([keys] * batch, tiles_per_split=8, **shape).tolist())
+    assert splits == even_splits(keys, batch * 8, **shape)
+
+    def end(n: int) -> int:
+        return -(-n * batch * 8 // 132) * (-(-keys // n) + 266)
+
+    most = max(1, (2 * keys + 128) // 256)
+    rounds = [n for n in range(1, most + 1) if n == 1 or n * batch * 8 <= 3 * 132]
+    assert splits in rounds
+    assert WORTHWHILE * end(splits) <= min(end(n) for n in rounds)
+    assert all(end(n) > end(splits) for n in range(1, splits))
 
 
 @given(st.integers(1, 140), st.integers(0, 100_000), st.integers(1, 132))
 def test_equal_lengths_get_no_more_splits_than_read_at_full_speed(batch: int, keys: int, enough: int) -> None:
     round_of = {"tiles_per_split": 1, "min_keys": 128}
     lens = [keys] * batch
-    (all_of,) = set(balanced_counts(lens, ctas=132, overhead=266, **round_of).tolist())
     (some,) = set(balanced_counts(lens, ctas=132, overhead=266, enough=enough, **round_of).tolist())
     (fewest,) = set(proportional_counts(lens, slots=enough, **round_of).tolist())
-    assert some == fewest <= all_of
+    assert some == fewest
+
+
+@given(LENS, st.integers(1, 3))
+def test_ctas_that_share_an_sm_are_cut_for_as_many_rounds(lens: list[int], together: int) -> None:
+    shape = {"tiles_per_split": 8, "min_keys": 128}
+    alone = balanced_counts(lens, ctas=132, overhead=266, **shape)
+    shared = balanced_counts(lens, ctas=132, overhead=266, together=together, **shape)
+    one_round = proportional_counts(lens, slots=132, **shape)
+    if len(set(lens)) == 1 or 8 * one_round.sum() <= 132:
+        assert shared.tolist() == alone.tolist()
+    else:
+        assert (shared >= proportional_counts(lens, slots=132 * together, **shape)).all()
 
 
 @given(LENS, st.integers(1, 300))

@@ -257,6 +257,7 @@ def taken(machine: str, shape: DecodeProblem, **chosen: Scalar) -> tuple[int, in
     [
         ((8192,) * 16, (32, 8), 128, (64, 2)),  # 128 CTAs, one round
         ((8192,) * 16, (32, 8), 64, (128, 2)),
+        ((8192,) * 2, (32, 8), 64, (128, 2)),  # more splits, but less to compute for each CTA
         ((8192,) * 16, (32, 8), 96, None),  # not measured
         ((8192,) * 17, (32, 8), 128, None),  # a second round
         ((8192,) * 8, (32, 8), 128, None),  # 64 CTAs read fast by the whole ring alone
