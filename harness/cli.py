@@ -220,7 +220,7 @@ def render(
 ) -> None:
     """Draw the report of a study from its records, or one comparison of several: README.md and figures.
 
-    Needs no GPU.
+    A study that was tuned and not run has a report of its tuning. Needs no GPU.
     """
     from harness.render import render_study
 

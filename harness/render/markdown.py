@@ -15,7 +15,7 @@ from harness.render.findings import DEEP, FEW_PEERS, faulty_note, headline, peer
 from harness.render.frame import Comparison, impl_of
 from harness.render.repeats import Repeat, repeat_section, within_rounds
 from harness.render.template import Picture, fill
-from harness.render.text import bytes_text, code, escape, hosts_sentence, join, versions
+from harness.render.text import bytes_text, code, environment_text, escape, hosts_sentence, join
 from harness.stats import CONFIDENCE
 
 METHODS: Mapping[str, str] = {
@@ -118,18 +118,7 @@ def _absent(comparison: Comparison, name: str) -> str:
 
 
 def _environment_line(comparison: Comparison) -> str:
-    lines = []
-    for run in comparison.runs:
-        env = run["env"]
-        device = env.get("gpu") or env.get("cpu") or env.get("device") or "unknown device"
-        parts = [str(device)]
-        if env.get("sm_count"):
-            parts.append(f"{env['sm_count']} SMs")
-        if run["run_id"] in comparison.ceilings:
-            parts.append(f"memory read at {comparison.ceilings[run['run_id']]:,.0f} GB/s at best")
-        parts += versions(env, ("driver", "torch", "triton", "tilelang"))
-        lines.append(escape(", ".join(parts)) + f" (run `{run['run_id']}`).")
-    return "<br>\n".join(lines)
+    return "<br>\n".join(environment_text(run, comparison.ceilings.get(run["run_id"])) for run in comparison.runs)
 
 
 def _summary_note(comparison: Comparison) -> str:

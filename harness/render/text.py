@@ -39,6 +39,23 @@ def versions(env: Mapping[str, Any], libraries: Sequence[str]) -> list[str]:
     return parts
 
 
+def environment_text(run: Mapping[str, Any], ceiling: float | None = None) -> str:
+    """A run's device, what of the device's memory is known, its libraries, its commit, and its id.
+
+    Args:
+        run: its record.
+        ceiling: the most that its device's memory was read at, in GB/s; None where that is not known.
+    """
+    env = run["env"]
+    parts = [str(env.get("gpu") or env.get("cpu") or env.get("device") or "unknown device")]
+    if env.get("sm_count"):
+        parts.append(f"{env['sm_count']} SMs")
+    if ceiling is not None:
+        parts.append(f"memory read at {ceiling:,.0f} GB/s at best")
+    parts += versions(env, ("driver", "torch", "triton", "tilelang"))
+    return escape(", ".join(parts)) + f" (run `{run['run_id']}`)."
+
+
 def host_text(env: Mapping[str, Any]) -> str:
     """The CPU of a run's machine and how many logical cores it has; empty where its environment names none."""
     if not env.get("cpu"):

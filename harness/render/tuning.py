@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,76 @@ from harness import stats
 from harness.record import TUNING_FILE, Record, read
 from harness.render.rows import device_of, smallest_effect
 from harness.render.template import Table
-from harness.render.text import ABSENT, cases_text, code, escape, interval_text, join, us_text
+from harness.render.text import (
+    ABSENT,
+    bytes_text,
+    cases_text,
+    code,
+    escape,
+    interval_text,
+    join,
+    lengths_text,
+    us_text,
+)
+from harness.study import STUDY_FILE, Study, load_study
 from harness.tuning import Total, Tuned, totals, tuned, tuning_text
 from impls.problem import DecodeProblem
 
+DRAWN = "drawn: "
+"""How the source of a case begins whose problem was drawn; the kind that was drawn follows."""
 
-def tuning_section(folder: Path) -> dict[str, Any] | None:
-    """What the template fills in; None without a tuning on a GPU: one on a CPU makes no claim about speed."""
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a folder's tunings on a GPU came to.
+
+    Args:
+        found: each implementation on each case, by KV bytes; at least one.
+        runs: the ``run`` records behind them, by run id, in the order of ``found``.
+        study: what they are a tuning of; None where the folder holds no ``study.toml``.
+    """
+
+    found: Sequence[Tuned]
+    runs: Mapping[str, Record]
+    study: Study | None
+
+    @property
+    def smallest(self) -> float:
+        """The smallest difference that counts, as a share."""
+        return max(map(smallest_effect, self.runs.values()))
+
+    @property
+    def overall(self) -> list[Total]:
+        """Of each implementation with a regret, by name."""
+        return sorted(totals(self.found, self.smallest), key=lambda total: total.impl)
+
+    def kinds(self) -> dict[str, str]:
+        """Case -> the kind of problem that was drawn for it, in the order of the study; none where none was."""
+        sources = {} if self.study is None else {case.name: case.source or "" for case in self.study.cases}
+        return {name: text.removeprefix(DRAWN) for name, text in sources.items() if text.startswith(DRAWN)}
+
+    def left(self) -> dict[str, list[str]]:
+        """Implementation -> the cases of the study, as it stands, on which it was not tuned."""
+        cases = () if self.study is None else self.study.cases
+        done = {(row.impl, row.case, problem_of(row)) for row in self.found}
+        return {
+            impl: [case.name for case in cases if (impl, case.name, case.problem) not in done]
+            for impl in sorted({row.impl for row in self.found})
+        }
+
+
+def problem_of(row: Tuned) -> DecodeProblem:
+    """The problem of a row's case."""
+    return DecodeProblem.from_dict(row.problem)
+
+
+def read_tuning(folder: Path) -> Tuning | None:
+    """The tuning of a study's folder; None without one on a GPU: one on a CPU makes no claim about speed.
+
+    Raises:
+        harness.record.RecordError: for a line that is no record.
+        harness.study.StudyError: for a ``study.toml`` that cannot be read.
+    """
     path = folder / TUNING_FILE
     if not path.is_file():
         return None
@@ -25,15 +89,33 @@ def tuning_section(folder: Path) -> dict[str, Any] | None:
     found = [row for row in tuned(records) if runs[row.run_id]["env"].get("device") == "cuda"]
     if not found:
         return None
-    found.sort(key=lambda row: (DecodeProblem.from_dict(row.problem).kv_bytes, row.case, row.impl))
-    smallest = max(smallest_effect(runs[row.run_id]) for row in found)
-    overall = sorted(totals(found, smallest), key=lambda total: total.impl)
+    found.sort(key=lambda row: (problem_of(row).kv_bytes, row.case, row.impl))
+    study = load_study(folder / STUDY_FILE) if (folder / STUDY_FILE).is_file() else None
+    return Tuning(found, {row.run_id: runs[row.run_id] for row in found}, study)
+
+
+def tuning_section(folder: Path) -> dict[str, Any] | None:
+    """What the template fills in; None where :func:`read_tuning` has nothing."""
+    tuning = read_tuning(folder)
+    return None if tuning is None else section_of(tuning)
+
+
+def section_of(tuning: Tuning, anchors: Mapping[tuple[str, str], str] | None = None) -> dict[str, Any]:
+    """What a template says of a tuning.
+
+    Args:
+        tuning: of a study.
+        anchors: (case, implementation) -> what the line is called that others link to. With them each line says
+            what its case is, for a report that has no other table of the cases.
+    """
+    found, smallest, overall = tuning.found, tuning.smallest, tuning.overall
     return {
         "headline": [_sentence(total) for total in overall],
         "totals": _totals(overall, found),
-        "cases": _cases(found, smallest),
+        "kinds": _by_kind(tuning),
+        "cases": _cases(found, smallest, anchors),
         "reasons": [f"{code(row.impl)} on {code(row.case)}: {escape(row.reason)}" for row in found if row.reason],
-        "runs": join([_run(runs[run_id]) for run_id in dict.fromkeys(row.run_id for row in found)]),
+        "runs": join([_run(run) for run in tuning.runs.values()]),
         "smallest": f"{100 * smallest:g}",
         "confidence": round(100 * stats.CONFIDENCE),
     }
@@ -72,10 +154,46 @@ def _totals(overall: Sequence[Total], found: Sequence[Tuned]) -> Table:
     return Table(["implementation", "regret, geometric mean", "worst regret", "ties with the best"], "lrrr", rows)
 
 
-def _cases(found: Sequence[Tuned], smallest: float) -> Table:
+def _by_kind(tuning: Tuning) -> Table | None:
+    """Geometric means by what was drawn: the kind, and the head dim; None where nothing was."""
+    kinds = tuning.kinds()
+    drawn = [row for row in tuning.found if row.case in kinds]
+    if not drawn:
+        return None
+    groups = {kind: [row for row in drawn if kinds[row.case] == kind] for kind in dict.fromkeys(kinds.values())}
+    for dim in sorted({problem_of(row).head_dim for row in drawn}):
+        groups[f"head dim {dim}"] = [row for row in drawn if problem_of(row).head_dim == dim]
+    impls = sorted({row.impl for row in drawn})
+    lines = []
+    for name, rows in groups.items():
+        means = {total.impl: f"{_ratio(total.mean)} over {total.cases}" for total in totals(rows, tuning.smallest)}
+        lines.append([escape(name), *(means.get(impl, ABSENT) for impl in impls)])
+    return Table(["problems", *map(code, impls)], "l" + "r" * len(impls), lines)
+
+
+def _cases(found: Sequence[Tuned], smallest: float, anchors: Mapping[tuple[str, str], str] | None) -> Table:
+    what = [] if anchors is None else ["sequences × keys", "heads q / kv", "head dim", "dtype", "KV"]
     times = ("own choice, µs", "best found, µs", "regret")
-    header = ["case", "implementation", *times, "own choice is", "best found", "tried"]
-    return Table(header, "llrrrlll", [_case(row, smallest) for row in found])
+    header = ["case", *what, "implementation", *times, "own choice is", "best found", "tried"]
+    rows = []
+    for row in found:
+        name, *measured = _case(row, smallest)
+        if anchors is None:
+            rows.append([name, *measured])
+        else:
+            rows.append([f'<a id="{anchors[row.case, row.impl]}"></a>{name}', *_what(problem_of(row)), *measured])
+    return Table(header, "l" + "lrrlr"[: len(what)] + "lrrrlll", rows)
+
+
+def _what(problem: DecodeProblem) -> list[str]:
+    """What a case computes, in the columns of :func:`_cases`."""
+    return [
+        lengths_text(problem.batch, problem.total_kv, max(problem.kv_lens)),
+        f"{problem.heads_q} / {problem.heads_kv}",
+        str(problem.head_dim),
+        problem.dtype,
+        bytes_text(problem.kv_bytes),
+    ]
 
 
 def _case(row: Tuned, smallest: float) -> list[str]:

@@ -7,9 +7,11 @@ from typing import Any
 
 from harness import record
 from harness.record import Record
+from impls.problem import DecodeProblem
 from tests.harness.fake_records import problem
 
 CHECK = {"rel_l2": 0.002, "worst_row": 0.4, "lse_err": 1e-6, "finite": True}
+B1_8K = problem([8192])
 FAST = {"block_n": 64, "waves": None}
 
 
@@ -24,6 +26,7 @@ def trial(
     status: str = "ok",
     same_as: Mapping[str, Any] | None = None,
     throttled: Sequence[int] = (),
+    of: DecodeProblem = B1_8K,
 ) -> Record:
     timing = None
     if us is not None:
@@ -42,7 +45,7 @@ def trial(
         stage=stage,
         status=status,
         reason=None if status == "ok" else "because",
-        problem=problem([8192]),
+        problem=of,
         seed=0,
         tuning=tuning,
         same_as=same_as,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.record import CHECKS_FILE, IMPOSTORS_FILE, REPEAT_FILE, SELFTEST_FILE, records_file
+from harness.record import CHECKS_FILE, IMPOSTORS_FILE, REPEAT_FILE, SELFTEST_FILE, TUNING_FILE, records_file
 from harness.render import render_study
 
 ROOT = Path(__file__).parents[2]
-MADE_FROM = (records_file(), SELFTEST_FILE, IMPOSTORS_FILE)
+MADE_FROM = (records_file(), SELFTEST_FILE, IMPOSTORS_FILE, TUNING_FILE)
 REPORTS = sorted(
     path.parent.name
     for path in (ROOT / "reports").glob("*/README.md")
