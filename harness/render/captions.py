@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import pandas as pd
+
 from harness.render.decisions import leaders, same_text
 from harness.render.findings import ALIKE, beside, own_counts, passed, reconciled
 from harness.render.frame import Comparison, each
@@ -26,7 +28,7 @@ from harness.render.groups import (
 )
 from harness.render.plots_detail import parts_cases
 from harness.render.rows import split_counts_elsewhere
-from harness.render.split_costs import explained
+from harness.render.split_costs import explained, is_traced, traced_by
 from harness.render.tables import waiting_text, waits
 from harness.render.text import cases_text, code, hosts_sentence, join, us_text
 from harness.stats import CONFIDENCE
@@ -194,9 +196,15 @@ def _parts_reading(comparison: Comparison) -> str:
     sums = f"on all of {m}" if not off else f"on {len(rows) - len(off)} of {m}, and not for {_apart(off)}"
     waiting = f" {waiting_text(comparison)}" if waits(comparison.impls).any() else ""
     return text + (
-        f" Kernels are traced by CUPTI in a run of its own.{waiting} The parts add up to the untraced time within"
-        f" 5 % or 1 µs {sums}.{_untraced(comparison)}"
+        f" Kernels are traced by CUPTI in a run of its own.{traced_by(comparison, list(each(rows)))}{_other(rows)}"
+        f"{waiting} The parts add up to the untraced time within 5 % or 1 µs {sums}.{_untraced(comparison)}"
     )
+
+
+def _other(rows: pd.DataFrame) -> str:
+    """What was traced with another plan than it was timed with."""
+    other = [f"{code(row.label)} on {code(row.case)}" for row in each(rows) if not is_traced(row)]
+    return f" Traced in another version or configuration than timed: {join(other)}." if other else ""
 
 
 def _apart(off: Sequence[Any]) -> str:

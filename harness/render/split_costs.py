@@ -245,7 +245,7 @@ def _note(comparison: Comparison, rows: Sequence[Any]) -> str:
     text += (
         " A call of ours is the split kernel and the combine kernel, a call of others their longest kernel and all"
         " other ones, planning on the device included; gaps are within it and to the next one. The wait of a kernel"
-        f" that is put in place early is in none of them. {inside_text()}{_traced_by(comparison, traced)}"
+        f" that is put in place early is in none of them. {inside_text()}{traced_by(comparison, traced)}"
     )
     other = [row for row in rows if not math.isnan(row.traced_us) and not is_traced(row)]
     if other:
@@ -256,7 +256,7 @@ def _note(comparison: Comparison, rows: Sequence[Any]) -> str:
     return text
 
 
-def _traced_by(comparison: Comparison, traced: Sequence[Any]) -> str:
+def traced_by(comparison: Comparison, traced: Sequence[Any]) -> str:
     """The runs that the traces are of, and their commits where they are not those of the times."""
     commits = {run["run_id"]: run["env"].get("git") for run in comparison.runs}
     told = []
