@@ -36,6 +36,13 @@ FAR = 2.0
 """A distance, in doublings, from which on an expectation is called an extrapolation."""
 
 
+RING_KEYS = 256
+"""Keys of TileLang's whole ring at head dim 128: :func:`impls.tilelang_tile.takes_half`."""
+
+OTHER_WORK = "which is another shape or kind of work: the kernel may take another tile, and other counts"
+"""Said of a tile that stands in for one that no record has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Seen:
     """One recorded case.
@@ -93,7 +100,8 @@ class Advice:
             on another of the nearest it is faster.
         splits: implementation -> (length -> splits), for ours among the first and its ties, with the CTAs of all.
         ctas: implementation -> CTAs of its split kernel.
-        tiles: implementation -> the case whose tile that is computed with.
+        tiles: implementation -> the case whose tile that is computed with, and a word of doubt where the kernel may
+            choose another.
         far: why this is an extrapolation; empty where it is none.
         tuning: implementation -> what a tuning found on the nearest cases, where there was one.
         coverage: of the first place, as of :func:`coverage`.
@@ -141,9 +149,9 @@ def recommend(problem: DecodeProblem, folder: Path) -> Advice:
     splits, ctas, tiles = {}, {}, {}
     for made in ranking:
         if made.impl in OURS and made.impl in (first.impl, *ties):
-            tile = tile_of(problem, made.impl, seen, sm_count)
+            tile, sure = tile_of(problem, made.impl, seen, sm_count)
             splits[made.impl], ctas[made.impl] = splits_of(problem, tile.configs[made.impl], sm_count)
-            tiles[made.impl] = tile.name
+            tiles[made.impl] = tile.name if sure else f"{tile.name}, {OTHER_WORK}"
     path = folder / TUNING_FILE
     known = tuned(read(path)) if path.exists() else []
     names = [case.name for case in first.cases]
@@ -312,22 +320,28 @@ def _is_tie(first: Expectation, other: str) -> bool:
     return bool(told) and (told[0] != stats.FASTER or stats.SLOWER in told)
 
 
-def tile_of(problem: DecodeProblem, impl: str, seen: Sequence[Seen], sm_count: int) -> Seen:
-    """The nearest case whose tile this implementation would also take here.
+def tile_of(problem: DecodeProblem, impl: str, seen: Sequence[Seen], sm_count: int) -> tuple[Seen, bool]:
+    """The nearest case whose tile this implementation would also take here, and whether it surely would.
 
     Our rules choose it by the shape and by the kind of work. TileLang's takes the shorter of two rings for even
-    work where nothing is split; so of a kind the longest ring is the one to count splits with.
+    work where nothing is split; so of a kind the longest ring is the one to count splits with. Where no recorded
+    case is of this kind, the nearest stands in.
     """
     # Imports torch, which takes a second or two.
-    from impls.splitkv_plan import few_unlike, work_of
+    from impls.splitkv_plan import few_unlike, share_exceeds, work_of
 
     def kind(p: DecodeProblem) -> tuple[object, ...]:
-        return p.head_dim, p.dtype, p.group, work_of(p, sm_count), few_unlike(p, sm_count)
+        unlike = few_unlike(p, sm_count)
+        much = unlike and share_exceeds(p, sm_count, RING_KEYS)
+        return p.head_dim, p.dtype, p.group, work_of(p, sm_count), unlike, much
 
     near = sorted((case for case in seen if impl in case.rows), key=lambda case: distance(problem, case.problem))
     same = [case for case in near if kind(case.problem)[:3] == kind(problem)[:3]] or near[:1]
-    same = [case for case in same if kind(case.problem) == kind(problem)] or same[:1]
-    return max(same, key=lambda case: case.configs[impl]["block_n"] * case.configs[impl].get("num_stages", 1))
+    alike = [case for case in same if kind(case.problem) == kind(problem)]
+    ring = max(
+        alike or same[:1], key=lambda case: case.configs[impl]["block_n"] * case.configs[impl].get("num_stages", 1)
+    )
+    return ring, bool(alike)
 
 
 def splits_of(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) -> tuple[dict[int, int], int]:

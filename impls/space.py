@@ -37,7 +37,7 @@ class Configuration:
         splits: the rest of it.
         refusal: the rule by which this cannot run on the device, or None.
         kernel: what is compiled for it, in the implementation's own words: configurations with the same, for the
-            same heads, head dim and dtype, run the same compiled kernel.
+            same heads, head dim and dtype, run the same compiled kernels.
     """
 
     tile: Mapping[str, Scalar]

@@ -143,7 +143,7 @@ def split_limits(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: 
     as for a full ring: no shorter split is worth a CTA. And so many CTAs read at the memory's full speed as have
     :data:`IN_FLIGHT_BYTES` an SM on their way; but for heads wider than 128, with more to compute for each byte.
     One that loads by ``cp.async`` splits down to a tile; up to head dim 64 its tiles are so small that two and more
-    CTAs share an SM.
+    CTAs share an SM (Triton's on sm_90; TileLang's on an A100 too, but not where an SM has 100 KiB).
 
     Args:
         sms: SMs of the device.
@@ -162,6 +162,11 @@ def split_limits(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: 
 def alike(problem: DecodeProblem) -> bool:
     """Whether no sequence is longer than the mean by over a quarter."""
     return 4 * problem.max_kv * problem.batch <= 5 * problem.total_kv
+
+
+def share_exceeds(problem: DecodeProblem, sms: int, keys: int) -> bool:
+    """Whether an SM's share of all K and V is over so many keys."""
+    return problem.total_kv * problem.heads_kv > keys * sms
 
 
 def few_unlike(problem: DecodeProblem, sms: int) -> bool:
@@ -188,7 +193,8 @@ def work_of(problem: DecodeProblem, sms: int) -> str:
     """What kind of work a batch is, for tiles: one of :data:`WORK`.
 
     Crowd: see :func:`crowd`. Packed: sequences of about one length, of up to 2048 keys, that make one to four CTAs
-    an SM; all of them fit the device at once in short tiles, while a round of longer ones would be left over.
+    an SM; up to head dim 128 all of them fit the device at once in short tiles, while a round of longer ones would
+    be left over.
 
     Short: fewer than 256 keys a CTA; or a few of different lengths, cut into splits that no round holds evenly
     (:func:`few_unlike`). Long: the rest of what differs in length, or makes several rounds; several long CTAs may

@@ -31,6 +31,9 @@ DIRECT = -1
 MAX_SPLITS = 128
 """The most splits that ``auto`` gives one sequence."""
 
+EVEN_WAVES = (1, 2, 3)
+"""Rounds of CTAs that :func:`even_splits` weighs."""
+
 WAVES = (1, 1.5, 2, 3, 4)
 """Rounds of CTAs that ``auto`` considers for sequences of different lengths."""
 
@@ -196,7 +199,7 @@ def balanced_counts(
         kv_lens: keys of each sequence.
         tiles_per_split: CTAs that one split launches: KV heads times head tiles.
         ctas: CTAs that the device runs at once.
-        min_keys: no split is planned shorter than this.
+        min_keys: no split is planned much shorter than this (it is rounded to the nearest count).
         overhead: what starting and ending a CTA costs, in keys.
         enough: CTAs that read at full speed by themselves, at most ``ctas``; None where that is not known.
         together: CTAs of the kernel that share an SM.
@@ -253,7 +256,7 @@ def even_splits(keys: int, whole: int, *, ctas: int, min_keys: int, overhead: in
     """
     most = min(max(1, (2 * keys + min_keys) // (2 * max(1, min_keys))), MAX_SPLITS)
     best, least = 1, math.inf
-    for waves in (1, 2, 3):
+    for waves in EVEN_WAVES:
         splits = min(max(1, waves * ctas // max(1, whole)), most)
         cost = -(-splits * whole // ctas) * (-(-keys // splits) + overhead)
         if cost < WORTHWHILE * least:

@@ -24,10 +24,11 @@ refilled. With 64 heads there is one part, and on sm_90a both products are ``wgm
 :mod:`impls.tilelang_tile`.
 
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
-fills the SMs (on sm_90a half of them, if all sequences are equally long: they read as fast), or a few rounds
-where lengths differ (:func:`impls.splits.balanced_counts`); an integer gives every sequence that many. The
-lengths reach the kernel only through the table, whose rows come from the same prefix sums as ``cu_seqlens_k``:
-one row of 16 bytes, or 32 in an exchange, says where a CTA's keys are, without a chain of dependent loads.
+fills the SMs (on sm_90a half of them, if all sequences are equally long and the head dim is from 65 to 128: they
+read as fast), or a few rounds where that ends sooner (:func:`impls.splits.balanced_counts`); an integer gives every
+sequence that many. The lengths reach the kernel only through the table, whose rows come from the same prefix sums
+as ``cu_seqlens_k``: one row of 16 bytes, or 32 in an exchange, says where a CTA's keys are, without a chain of
+dependent loads.
 
 Machines. The two ``prim_func`` bodies serve sm_90a, sm_80 and the CPU (TileLang's C target). All that differs
 is the :mod:`impls.tilelang_machines` object passed in. On the CPU, bfloat16 inputs compute in float32.
@@ -630,6 +631,12 @@ class Decision:
     tile: Tile
     splitting: Splitting
 
+    def block_s(self, head_dim: int) -> int | None:
+        """Splits that the combine kernel merges at a time; None where there is nothing for it."""
+        if self.splitting.exchange or not self.splitting.slots:
+            return None
+        return many_splits(head_dim) if self.splitting.table.splits_max > BLOCK_S else BLOCK_S
+
 
 def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar], sms: int) -> Decision:
     """Tile, splits and the way to merge them; host values only.
@@ -681,9 +688,7 @@ class TileLangPlan(SplitKVPlan):
         if all(choice[name] is None for name in TILE_TUNING):
             compile_ahead(machine.name, *shape, dtype, decision.whole, decision.half)
         self._split = compiled_split(machine.name, *shape, dtype, tile, self._cluster, self._exchange)
-        if len(self._merges):
-            many = decision.splitting.table.splits_max > BLOCK_S
-            block_s = many_splits(problem.head_dim) if many else BLOCK_S
+        if (block_s := decision.block_s(problem.head_dim)) is not None:
             self._combine = compiled_combine(machine.name, problem.heads_q, problem.head_dim, dtype, block_s)
         self.config = {
             "library": "tilelang",
@@ -772,7 +777,8 @@ class TileLangSplitKV:
         def kernel(choice: Mapping[str, Scalar]) -> str:
             decision = decide(machine, problem, {**TUNING, **choice}, sms)
             splitting = decision.splitting
-            return f"{decision.tile}, cluster {splitting.cluster}, exchange {splitting.exchange}"
+            combine = decision.block_s(problem.head_dim)
+            return f"{decision.tile}, cluster {splitting.cluster}, exchange {splitting.exchange}, combine {combine}"
 
         return configurations(SPACE, refusal, kernel)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from impls.contract import Scalar
 from impls.problem import DecodeProblem
 from impls.space import Space
-from impls.splitkv_plan import alike, crowd, few_unlike, full_speed_ctas, positive
+from impls.splitkv_plan import alike, crowd, few_unlike, full_speed_ctas, positive, share_exceeds
 from impls.splits import Int64Array, common_count
 from impls.tilelang_cluster import (
     CTA_BYTES,
@@ -131,8 +131,7 @@ def takes_half(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile,
     if choice["waves"] is not None or choice["cluster"] is not None or choice["num_splits"] not in ("auto", 1):
         return False
     if few_unlike(problem, sms):
-        ring = 2 * half.block_n * half.num_stages
-        return problem.head_dim <= 64 or problem.total_kv * problem.heads_kv > ring * sms
+        return problem.head_dim <= 64 or share_exceeds(problem, sms, 2 * half.block_n * half.num_stages)
     if problem.head_dim > 64 and crowd(problem, sms):
         return True
     enough = full_speed_ctas(sms, problem, block_n=half.block_n, num_stages=half.num_stages)

@@ -11,13 +11,14 @@ device at once and none is long, for then those of a sequence merge its splits b
 
 Tiling. Decode is bound by reading K and V, so the tile is chosen for bytes in flight, not for the tensor
 cores: from head dim 128 up, the buffers of K and V fill over half of an SM's shared memory, one CTA an SM;
-short work gets half of that, so that several CTAs hide each other's start and end (:func:`choose_tile`). Up to
-head dim 64 each warp takes a part of every tile's keys, with a running maximum, sum and output of its own, and the
-parts are merged at the end (:func:`parts`). Where starts matter, Q comes with every tile, in the pipeline: a load
-before the loop would hold up the first of K and V until it has landed.
+work of other kinds than long has tiles of its own, most of them shorter, so that several CTAs hide each other's
+start and end (:func:`choose_tile`). Up to head dim 64 each warp takes a part of every tile's keys, with a running
+maximum, sum and output of its own, and the parts are merged at the end (:func:`parts`). Where starts matter, Q (if
+it has 16 rows) comes with every tile, in the pipeline: a load before the loop would hold up the first of K and V
+until it has landed.
 
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
-fills the SMs, or a few where lengths differ (:func:`impls.splits.balanced_counts`); an integer gives every
+fills the SMs, or a few where that ends sooner (:func:`impls.splits.balanced_counts`); an integer gives every
 sequence that many.
 
 Differences from TileLang's official GQA decode example (``example_gqa_decode.py``): K and V are packed and
@@ -45,10 +46,20 @@ import torch
 from torch import Tensor
 
 from impls.contract import TORCH_DTYPES, DecodeInputs, ImplUnavailable, Scalar, check_tuning
+from impls.exchange import may_exchange
 from impls.libraries import check_capability
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
-from impls.splitkv_plan import SPLIT_TUNING, WORK, SplitKVPlan, Splitting, decide_splitting, split_limits, work_of
+from impls.splitkv_plan import (
+    BUDGET,
+    SPLIT_TUNING,
+    WORK,
+    SplitKVPlan,
+    Splitting,
+    decide_splitting,
+    split_limits,
+    work_of,
+)
 from impls.triton_launch import Launch
 from impls.triton_tile import (
     SPACE,
@@ -347,16 +358,21 @@ def decide(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Sc
         PlanRefused: if the workspace would exceed its budget.
         ValueError: for a choice out of range.
     """
-    # Words go in pairs. Next to float32 products, which fill the registers, the compiler spills.
-    can_exchange = not INTERPRETED and problem.head_dim % 2 == 0 and problem.dtype != "float32"
     return decide_splitting(
         problem,
         choice,
         sm_count=sm_count(device),
         tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
         limits=split_limits(sm_count(device), problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=False),
-        at_once=at_once(problem, tile, device) if can_exchange else 0,
+        at_once=_at_once(problem, device, tile),
     )
+
+
+def _at_once(problem: DecodeProblem, device: torch.device, tile: Tile) -> int:
+    """CTAs that may merge by exchange: those surely on the device at once, 0 where there is no such kernel."""
+    # Words go in pairs. Next to float32 products, which fill the registers, the compiler spills.
+    can_exchange = not INTERPRETED and problem.head_dim % 2 == 0 and problem.dtype != "float32"
+    return at_once(problem, tile, device) if can_exchange else 0
 
 
 class TritonPlan(SplitKVPlan):
@@ -457,8 +473,9 @@ class TritonSplitKV:
         self._compile_once(problem, device, choice, [(tile, splitting.exchange)])
         if all(choice[name] == default for name, default in TILE_TUNING.items()):
             self._compile_once(problem, device, choice, product(tiles.values(), (False,)))
-            # Our rule exchanges no splits of the others: there are none, or they are too long.
-            self._compile_once(problem, device, choice, [(tiles[work], True) for work in ("long", "short", "even")])
+            # A crowd has no splits: it is more CTAs than the device holds at once.
+            others = [(tiles[work], True) for work in WORK if work != "crowd"]
+            self._compile_once(problem, device, choice, others)
         return TritonPlan(problem, device, choice, tile, splitting)
 
     def configurations(self, problem: DecodeProblem, device: torch.device) -> list[Configuration]:
@@ -467,7 +484,7 @@ class TritonSplitKV:
         def refusal(choice: Mapping[str, Scalar]) -> str | None:
             if device.type == "cpu":
                 return None
-            tile = choose_tile(problem, device, {**TUNING, **choice}, work="long")
+            tile = choose_tile(problem, device, {**TUNING, **choice}, work=work_of(problem, sm_count(device)))
             return too_large(tile_bytes(problem, tile, wgmma=uses_wgmma(tile, device)), shared_memory(device))
 
         def kernel(choice: Mapping[str, Scalar]) -> str:
@@ -508,10 +525,10 @@ def _shape(problem: DecodeProblem, device: torch.device) -> tuple[object, ...]:
 def _compile(
     problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile, exchange: bool
 ) -> None:
-    """Compile and load a split kernel, and the combine kernel if it does not merge by itself, by running them once
-    on two keys in two splits.
+    """Compile and load the kernels of a plan by running them once, on two keys in two splits.
 
-    The first real run may be inside a CUDA graph, where neither may happen.
+    The combine kernel is among them where the split kernel does not merge by itself. The first real run may be in a
+    CUDA graph, where neither may happen.
     """
     if INTERPRETED:
         return
@@ -521,6 +538,8 @@ def _compile(
     kv = torch.zeros((2, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)
     cu_seqlens_k = torch.tensor(tiny.cu_seqlens, dtype=torch.int32, device=device)
     # Whatever exchanges has no fewer programs than this, so this does too.
-    small = {**choice, "num_splits": 2, "merge": "auto" if exchange else "combine"}
+    programs = 2 * problem.heads_kv * -(-problem.group // tile.block_h)
+    merge = "exchange" if exchange and may_exchange(programs, 2, _at_once(tiny, device, tile)) else "combine"
+    small = {**choice, "num_splits": 2, "merge": merge, BUDGET: SPLIT_TUNING[BUDGET]}
     plan = TritonPlan(tiny, device, small, tile, decide(tiny, device, small, tile))
     plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)

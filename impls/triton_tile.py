@@ -103,7 +103,8 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
             block_n = max(16, block_n // 2)
         elif work == "packed":
             block_n = min(block_n, max(32, 1 << (fits.bit_length() - 3)))
-        stages += even or work == "crowd" or (work == "short" and block_d(problem.head_dim) <= 64)
+        if choice["block_n"] is None:
+            stages += even or work == "crowd" or (work == "short" and block_d(problem.head_dim) <= 64)
     block_h = positive(choice, "block_h", block_h)
     can = block_h == 16 and problem.dtype != "float32"
     eager = work not in ("crowd", "packed", "steady") if choice["eager"] is None else choice["eager"]

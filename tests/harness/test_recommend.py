@@ -344,7 +344,8 @@ def test_the_rule_on_the_host_is_that_of_every_recorded_plan(name: str) -> None:
     assert seen
     assert all(name in case.rows for case in seen)
     for case in seen:
-        tile = tile_of(case.problem, name, seen, sms)
+        tile, sure = tile_of(case.problem, name, seen, sms)
+        assert sure
         counts, ctas = splits_of(case.problem, tile.configs[name], sms)
         ran = case.configs[name]
         assert (max(counts.values()), ctas) == (ran["splits_max"], ran["work_items"]), case.name

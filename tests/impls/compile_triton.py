@@ -164,7 +164,12 @@ def space() -> dict[str, list[int]]:
         problem = DecodeProblem(kv_lens=(), heads_q=8, heads_kv=8, head_dim=head_dim)
         tile = Tile(*shape)
         predicted = triton_tile.tile_bytes(problem, tile, wgmma=tile.block_h >= 64)
-        out[f"d{head_dim} {tile}"] = [predicted, compile_split(head_dim, problem.dtype, tile)["shared"]]
+        # Where they merge by exchange, what fits an SM decides whether all CTAs are there at once.
+        pairs = pairs_at_a_time(problem.group, tile.block_h, head_dim, tile.num_warps) if tile.eager else 0
+        out[f"d{head_dim} {tile} {pairs}"] = [
+            predicted,
+            compile_split(head_dim, problem.dtype, tile, pairs)["shared"],
+        ]
     return out
 
 

@@ -253,6 +253,11 @@ def test_equal_lengths_get_as_many_splits_as_whole_rounds_end_first_with(batch: 
     assert all(end(n) > end(splits) for n in range(1, splits))
 
 
+def test_equal_lengths_get_no_more_splits_than_there_may_be() -> None:
+    assert even_splits(10**6, 1, ctas=10**5, min_keys=1, overhead=0) == MAX_SPLITS
+    assert even_splits(0, 0, ctas=132, min_keys=128, overhead=266) == 1
+
+
 @given(st.integers(1, 140), st.integers(0, 100_000), st.integers(1, 132))
 def test_equal_lengths_get_no_more_splits_than_read_at_full_speed(batch: int, keys: int, enough: int) -> None:
     round_of = {"tiles_per_split": 1, "min_keys": 128}

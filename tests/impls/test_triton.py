@@ -18,7 +18,7 @@ from harness.inputs import make_inputs
 from impls import triton_splitkv, triton_tile
 from impls.contract import Scalar
 from impls.reference import reference
-from impls.splitkv_plan import work_of
+from impls.splitkv_plan import WORK, work_of
 from impls.triton_splitkv import TritonSplitKV
 from tests.impls.cases import problem
 
@@ -92,6 +92,59 @@ def test_programs_that_an_h200_surely_holds(
     shape = problem(1024, heads=(32, 8), head_dim=head_dim)
     tile = triton_tile.choose_tile(shape, gpu, triton_tile.TILE_TUNING, work=work)
     assert triton_tile.at_once(shape, tile, gpu) == 132 * an_sm
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """What the rules see of an H200."""
+    properties = {"multiprocessor_count": 132, "max_shared_mem": 232448, "max_num_regs": 65536}
+    monkeypatch.setattr(triton_tile, "_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_splitkv, "INTERPRETED", False)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "batches"),
+    [
+        ((32, 8), 128, [(8192,) * 10, (8192,), (1024,) * 128, (600, 6000, 2000), (1877,) * 37, (4096,) * 64]),
+        ((8, 1), 64, [(1200,) * 60 + (900,) * 140, (40_000, 300), (500,) * 40]),
+    ],
+)
+def test_what_later_lengths_need_is_compiled_with_the_first_plan(
+    monkeypatch: pytest.MonkeyPatch,
+    h200: torch.device,
+    heads: tuple[int, int],
+    head_dim: int,
+    batches: list[tuple[int, ...]],
+) -> None:
+    """A plan may be made in front of a CUDA graph, for lengths of any kind."""
+    compiled: list[tuple[triton_tile.Tile, bool]] = []
+    monkeypatch.setattr(triton_splitkv, "_compile", lambda *what: compiled.append(what[-2:]))
+    exchanged = []
+    monkeypatch.setattr(triton_splitkv, "TritonPlan", lambda *what: exchanged.append((what[-2], what[-1].exchange)))
+    impl = TritonSplitKV()
+    impl.plan(problem(1024, heads=heads, head_dim=head_dim), h200)
+    first = list(compiled)
+    for lens in batches:
+        impl.plan(problem(*lens, heads=heads, head_dim=head_dim), h200)
+    assert compiled == first
+    assert set(exchanged) <= set(first)
+    assert {exchange for _, exchange in exchanged} == {False, True}
+
+
+def test_a_tile_of_more_than_16_rows_is_never_eager(h200: torch.device) -> None:
+    for group, eager in ((4, True), (16, True), (17, False), (64, False)):
+        shape = problem(1024, heads=(group, 1), head_dim=128)
+        tile = triton_tile.choose_tile(shape, h200, {**triton_tile.TILE_TUNING, "eager": True}, work="long")
+        assert tile.eager is eager
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_who_chooses_the_keys_of_a_tile_gets_three_stages(h200: torch.device, work: str) -> None:
+    shape = problem(1024, heads=(64, 1), head_dim=256)
+    tile = triton_tile.choose_tile(shape, h200, {**triton_tile.TILE_TUNING, "block_n": 64}, work=work)
+    assert (tile.block_n, tile.num_stages) == (64, 3)
 
 
 @pytest.mark.parametrize(
