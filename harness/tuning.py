@@ -35,6 +35,7 @@ class Tuned:
         best_config: what its plan came to.
         best_us: its median time.
         default_us: of the own choice; None where that has no time.
+        default_config: what its plan came to.
         regret: the own choice's time over that of the best; None where either is missing.
         rounds: the same, round by round.
         reason: why there is no regret.
@@ -50,6 +51,7 @@ class Tuned:
     best_config: Mapping[str, Any] | None = None
     best_us: float | None = None
     default_us: float | None = None
+    default_config: Mapping[str, Any] | None = None
     regret: stats.Estimate | None = None
     rounds: Sequence[float] = ()
     reason: str | None = None
@@ -95,6 +97,7 @@ def _tuned(trials: Sequence[Record]) -> Tuned:
         best_config=best["config"],
         best_us=statistics.median(other.values()),
         default_us=statistics.median(mine.values()),
+        default_config=own["config"],
         regret=regret,
         rounds=[mine[i] / other[i] for i in sorted(mine.keys() & other.keys())],
         reason=None if regret is not None else "own choice and best share no round",

@@ -24,7 +24,7 @@ IMPLS: dict[str, str] = {
 
 DESCRIPTIONS: dict[str, str] = {
     "tilelang-splitkv": "this project's kernels in TileLang: splits in proportion to each sequence's length",
-    "triton-splitkv": "this project's kernels in Triton: the same algorithm and split tables",
+    "triton-splitkv": "this project's kernels in Triton: the same algorithm, split counts for its own tiles",
     "flash-attn-2": "packed K and V; one split count for the whole batch, chosen by the library",
     "flash-attn-2-paged": "K and V as pages; one split count for the whole batch, chosen by the library",
     "flash-attn-3": "packed K and V; splits chosen by the library for each sequence, on the device, in every call",

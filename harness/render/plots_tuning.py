@@ -21,7 +21,7 @@ FIGURE = "regret"
 MAX_CASES = 80
 """The most cases that it shows."""
 
-TICKS = (1.0, 1.01, 1.03, 1.08, 1.15, 1.3, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+TICKS = (1.0, 1.01, 1.03, 1.08, 1.15, 1.3, 1.5, 1.75, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 """Where the axis may have lines; those too near to the one before are left out."""
 
 TICKS_APART = 0.06

@@ -321,12 +321,20 @@ PAIRED = (
 )
 """Which numbers of a report are medians and which are paired; said once, under the table of decisions."""
 
+BACK_TO_BACK = (
+    "µs are time on the device for a call, one call after the other in a CUDA graph: without the plan that new"
+    " lengths need and without the host's launch (both under *Where the time goes*). A kernel that is put in place"
+    " early (PDL), as ours are, overlaps with the call before; the bound's is not put in place early."
+)
+"""What a time of method ``graph`` leaves out; said in the same place."""
+
 
 def decisions_note(comparison: Comparison) -> str:
     """What is paired, what *fastest or tied* means, what runs the same as another, and what a mark means."""
     best = {decision.best.anchor for decision in decide(comparison) if decision.best is not None}
     marks = deep_note(comparison, comparison.impls[comparison.impls["anchor"].isin(best)])
-    return " ".join(filter(None, [PAIRED, leading_text(comparison), same_text(comparison), marks]))
+    timed = BACK_TO_BACK if set(comparison.impls["method"].dropna()) == {"graph"} else ""
+    return " ".join(filter(None, [PAIRED, timed, leading_text(comparison), same_text(comparison), marks]))
 
 
 def support_note(comparison: Comparison) -> str:

@@ -174,7 +174,7 @@ def _by_kind(tuning: Tuning) -> Table | None:
 def _cases(found: Sequence[Tuned], smallest: float, anchors: Mapping[tuple[str, str], str] | None) -> Table:
     what = [] if anchors is None else ["sequences × keys", "heads q / kv", "head dim", "dtype", "KV"]
     times = ("own choice, µs", "best found, µs", "regret")
-    header = ["case", *what, "implementation", *times, "own choice is", "best found", "tried"]
+    header = ["case", *what, "implementation", *times, "own choice is", "own choice was", "best found", "tried"]
     rows = []
     for row in found:
         name, *measured = _case(row, smallest)
@@ -182,7 +182,7 @@ def _cases(found: Sequence[Tuned], smallest: float, anchors: Mapping[tuple[str, 
             rows.append([name, *measured])
         else:
             rows.append([f'<a id="{anchors[row.case, row.impl]}"></a>{name}', *_what(problem_of(row)), *measured])
-    return Table(header, "l" + "lrrlr"[: len(what)] + "lrrrlll", rows)
+    return Table(header, "l" + "lrrlr"[: len(what)] + "lrrrllll", rows)
 
 
 def _what(problem: DecodeProblem) -> list[str]:
@@ -205,9 +205,18 @@ def _case(row: Tuned, smallest: float) -> list[str]:
         us_text(row.best_us),
         ABSENT if regret is None else _ratio(regret),
         ABSENT if verdict is None else _words(row, verdict),
+        _plan_text(row.default_config or {}),
         ABSENT if row.best is None else escape(tuning_text(row.best)),
         _tried(row.tried, row.distinct),
     ]
+
+
+def _plan_text(config: Mapping[str, Any]) -> str:
+    """What an own choice came to, as far as its plan says: tile and CTAs."""
+    told = [f"{key}={config[key]}" for key in ("block_n", "num_stages", "eager") if config.get(key) is not None]
+    ctas = config.get("work_items")
+    text = ", ".join(filter(None, [" ".join(told), "" if ctas is None else f"{ctas:,} CTAs"]))
+    return escape(text) or ABSENT
 
 
 def _words(row: Tuned, verdict: str) -> str:
@@ -225,5 +234,7 @@ def _tried(counts: Mapping[str, int], distinct: int) -> str:
 def _run(run: Record) -> str:
     env = run["env"]
     versions = [f"{key} {env[key]}" for key in ("torch", "triton", "tilelang") if env.get(key)]
-    how = f"method `{env.get('method')}`, cache `{env.get('cache')}`"
+    git = env.get("git")
+    commit = code(str(git)[:12]) if git else "unknown"
+    how = f"commit {commit}, method `{env.get('method')}`, cache `{env.get('cache')}`"
     return escape(f"{device_of(run)}, {', '.join(versions)}") + f", {how} (run `{run['run_id']}`)"
