@@ -352,7 +352,7 @@ def splits_of(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) ->
     limits = split_limits(
         sm_count, problem, block_n=tile["block_n"], num_stages=tile.get("num_stages", 1), tma=bool(tile.get("tma"))
     )
-    per_split = problem.heads_kv * -(-problem.group // tile["block_h"])
+    per_split = problem.tiles_per_split(tile["block_h"])
     table = choose_splits(
         problem,
         SPLIT_TUNING,

@@ -103,6 +103,10 @@ class DecodeProblem:
         """Query heads per KV head."""
         return self.heads_q // self.heads_kv
 
+    def tiles_per_split(self, block_h: int) -> int:
+        """CTAs that one split of ours launches: for each KV head one for every ``block_h`` heads of its group."""
+        return self.heads_kv * -(-self.group // block_h)
+
     @property
     def softmax_scale(self) -> float:
         """The factor on the scores: ``scale``, or ``head_dim ** -0.5``."""

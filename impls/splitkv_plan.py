@@ -175,7 +175,7 @@ def few_unlike(problem: DecodeProblem, sms: int) -> bool:
     No round of CTAs holds their splits evenly; of shorter tiles, several CTAs share an SM and even that out.
     """
     ctas = problem.batch * problem.heads_kv
-    return not alike(problem) and ctas < sms and problem.total_kv * problem.heads_kv <= 2048 * sms
+    return not alike(problem) and ctas < sms and not share_exceeds(problem, sms, 2048)
 
 
 def crowd(problem: DecodeProblem, sms: int) -> bool:

@@ -251,7 +251,7 @@ def even_splits(keys: int, whole: int, *, ctas: int, min_keys: int, overhead: in
         keys: of each sequence.
         whole: CTAs without splits.
         ctas: CTAs that the device runs at once.
-        min_keys: no split is planned shorter than this.
+        min_keys: as of :func:`balanced_counts`.
         overhead: what starting and ending a CTA costs, in keys.
     """
     most = min(max(1, (2 * keys + min_keys) // (2 * max(1, min_keys))), MAX_SPLITS)

@@ -654,7 +654,7 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
         problem,
         choice,
         sm_count=sms,
-        tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
+        tiles_per_split=problem.tiles_per_split(tile.block_h),
         limits=limits,
         choose_cluster=lambda counts: choose_cluster(machine, problem, tile, asked, counts, sms=sms),
         at_once=at_once(machine, problem, tile, sms),

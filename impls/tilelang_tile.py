@@ -135,7 +135,7 @@ def takes_half(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile,
     if problem.head_dim > 64 and crowd(problem, sms):
         return True
     enough = full_speed_ctas(sms, problem, block_n=half.block_n, num_stages=half.num_stages)
-    ctas = problem.batch * problem.heads_kv * -(-problem.group // half.block_h)
+    ctas = problem.batch * problem.tiles_per_split(half.block_h)
     return alike(problem) and ctas <= sms and (enough <= ctas or problem.head_dim <= 64)
 
 
@@ -186,7 +186,7 @@ def choose_cluster(
     if asked is None:
         if static > STATIC_BYTES or shared > CTA_BYTES:
             return 1
-        tiles = problem.heads_kv * -(-problem.group // tile.block_h)
+        tiles = problem.tiles_per_split(tile.block_h)
         keys = -(-problem.max_kv // cluster)
         sizes = [size for size in machine.clusters if size == 2 or keys <= tile.num_stages * tile.block_n]
         return cluster_size(counts, tiles, sms, ctas_per_sm(shared, tile.threads), sizes)

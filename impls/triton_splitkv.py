@@ -40,7 +40,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -362,7 +361,7 @@ def decide(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Sc
         problem,
         choice,
         sm_count=sm_count(device),
-        tiles_per_split=problem.heads_kv * -(-problem.group // tile.block_h),
+        tiles_per_split=problem.tiles_per_split(tile.block_h),
         limits=split_limits(sm_count(device), problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=False),
         at_once=_at_once(problem, device, tile),
     )
@@ -444,6 +443,7 @@ class TritonSplitKV:
     def __init__(self) -> None:
         self._tiles: dict[tuple[object, ...], Mapping[str, Tile]] = {}
         self._compiled: set[tuple[object, ...]] = set()
+        self._ahead: set[tuple[object, ...]] = set()
 
     def unsupported(self, problem: DecodeProblem, device: torch.device) -> str | None:
         """Refuses head dims over 256, GPUs before sm_80, and the device that Triton does not run on here."""
@@ -471,11 +471,14 @@ class TritonSplitKV:
         tile = tiles[work_of(problem, sm_count(device))]
         splitting = decide(problem, device, choice, tile)
         self._compile_once(problem, device, choice, [(tile, splitting.exchange)])
-        if all(choice[name] == default for name, default in TILE_TUNING.items()):
-            self._compile_once(problem, device, choice, product(tiles.values(), (False,)))
-            # A crowd has no splits: it is more CTAs than the device holds at once.
-            others = [(tiles[work], True) for work in WORK if work != "crowd"]
-            self._compile_once(problem, device, choice, others)
+        shape = _shape(problem, device)
+        if shape not in self._ahead and all(choice[name] == default for name, default in TILE_TUNING.items()):
+            # A crowd has no splits to exchange: it is more CTAs than the device holds at once.
+            ahead = [(tiles[work], False) for work in WORK] + [
+                (tiles[work], True) for work in WORK if work != "crowd"
+            ]
+            self._compile_once(problem, device, choice, ahead)
+            self._ahead.add(shape)
         return TritonPlan(problem, device, choice, tile, splitting)
 
     def configurations(self, problem: DecodeProblem, device: torch.device) -> list[Configuration]:
@@ -538,7 +541,7 @@ def _compile(
     kv = torch.zeros((2, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)
     cu_seqlens_k = torch.tensor(tiny.cu_seqlens, dtype=torch.int32, device=device)
     # Whatever exchanges has no fewer programs than this, so this does too.
-    programs = 2 * problem.heads_kv * -(-problem.group // tile.block_h)
+    programs = 2 * problem.tiles_per_split(tile.block_h)
     merge = "exchange" if exchange and may_exchange(programs, 2, _at_once(tiny, device, tile)) else "combine"
     small = {**choice, "num_splits": 2, "merge": merge, BUDGET: SPLIT_TUNING[BUDGET]}
     plan = TritonPlan(tiny, device, small, tile, decide(tiny, device, small, tile))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +79,7 @@ def _as_it_ran(row: Row, config: Mapping[str, Any], problem: DecodeProblem) -> R
         return {}
     ran: Row = {"ran": (row["config"], splits, items)}
     if block_h:  # a CTA takes one split, one KV head and up to block_h of the query heads that share it
-        total = items / (problem.heads_kv * math.ceil(problem.heads_q / problem.heads_kv / block_h))
+        total = items / problem.tiles_per_split(block_h)
         ran["splits_total"] = total if total == int(total) else None
     return ran
 

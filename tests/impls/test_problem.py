@@ -77,3 +77,8 @@ def test_json_round_trip(scale: float | None) -> None:
 def test_unknown_and_missing_keys_are_named(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ProblemError, match=message):
         DecodeProblem.from_dict(data)
+
+
+@pytest.mark.parametrize(("heads_q", "heads_kv", "tiles"), [(32, 8, 8), (16, 1, 1), (17, 1, 2), (128, 2, 8)])
+def test_a_split_launches_a_tile_for_every_16_heads_of_a_group(heads_q: int, heads_kv: int, tiles: int) -> None:
+    assert DecodeProblem(kv_lens=(1,), heads_q=heads_q, heads_kv=heads_kv, head_dim=64).tiles_per_split(16) == tiles

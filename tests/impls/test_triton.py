@@ -78,22 +78,6 @@ def test_new_lengths_and_batch_sizes_ask_for_no_specialisation() -> None:
     assert ask_compiler("variants") == {"split": 2, "combine": 1}
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "work", "an_sm"),
-    [(128, "long", 1), (128, "short", 2), (128, "even", 2), (64, "long", 2), (64, "short", 2), (256, "even", 1)],
-)
-def test_programs_that_an_h200_surely_holds(
-    monkeypatch: pytest.MonkeyPatch, head_dim: int, work: str, an_sm: int
-) -> None:
-    """By shared memory, or else by registers: two programs of 128 threads."""
-    h200 = {"multiprocessor_count": 132, "max_shared_mem": 232448, "max_num_regs": 65536}
-    monkeypatch.setattr(triton_tile, "_device_properties", lambda device: h200)
-    gpu = torch.device("cuda", 0)
-    shape = problem(1024, heads=(32, 8), head_dim=head_dim)
-    tile = triton_tile.choose_tile(shape, gpu, triton_tile.TILE_TUNING, work=work)
-    assert triton_tile.at_once(shape, tile, gpu) == 132 * an_sm
-
-
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """What the rules see of an H200."""
@@ -102,6 +86,17 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(triton_splitkv, "INTERPRETED", False)
     return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "work", "an_sm"),
+    [(128, "long", 1), (128, "short", 2), (128, "even", 2), (64, "long", 2), (64, "short", 2), (256, "even", 1)],
+)
+def test_programs_that_an_h200_surely_holds(h200: torch.device, head_dim: int, work: str, an_sm: int) -> None:
+    """By shared memory, or else by registers: two programs of 128 threads."""
+    shape = problem(1024, heads=(32, 8), head_dim=head_dim)
+    tile = triton_tile.choose_tile(shape, h200, triton_tile.TILE_TUNING, work=work)
+    assert triton_tile.at_once(shape, tile, h200) == 132 * an_sm
 
 
 @pytest.mark.parametrize(
