@@ -141,13 +141,13 @@ class Schedule:
         self.bound()
         return self.upper > time
 
-    def ends_before(self, other: Schedule, share: float) -> bool:
-        """Whether the last CTA ends before ``share`` of the time that ``other`` takes."""
+    def ends_before(self, other: Schedule, share: float, later: float = 0.0) -> bool:
+        """Whether the last CTA ends before ``share`` of the time that ``other`` takes, and earlier by ``later``."""
         for narrow in (None, self.bound, other.bound, other.settle, self.settle):
             if narrow is not None:
                 narrow()
-            if self.lower >= share * other.upper:
+            if self.lower + later >= share * other.upper:
                 return False
-            if self.upper < share * other.lower:
+            if self.upper + later < share * other.lower:
                 break
         return True

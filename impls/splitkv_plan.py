@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from impls.contract import DecodeInputs, DecodeOutput, PlanRefused, Scalar, empty_output
-from impls.exchange import mail_bytes, mail_shape, may_exchange, pays_to_exchange
+from impls.exchange import PLACES, mail_bytes, mail_shape, may_exchange, pays_to_exchange
 from impls.problem import DecodeProblem
 from impls.splits import (
     Int32Array,
@@ -46,9 +46,23 @@ CPU_CTAS = 32
 """What stands in for the SM count on a CPU: enough to split."""
 
 CTA_OVERHEAD_BYTES = 136 << 10
-"""What starting and ending a CTA costs, as bytes that an SM could have read meanwhile: about 4 µs on an H200."""
+"""What starting and ending a CTA costs, as bytes that an SM could have read meanwhile: about 4 µs on an H200. Above
+head dim 128, where hardly two CTAs share an SM and nothing hides it, twice that."""
 
-WORK = ("long", "short", "crowd", "packed", "even", "steady")
+MERGE_BYTES = 1 << 10
+"""What one more split to merge costs its sequence, as bytes that an SM could have read meanwhile: about 0.03 µs on
+an H200 (``reports/NOTES.md``)."""
+
+TINY_KEYS = 256
+"""Keys of a CTA up to which its start and end are most of its time."""
+
+COMBINE_BYTES = 50 << 10
+"""What a combine kernel costs in all, as bytes that an SM could have read meanwhile: about 1.5 µs on an H200."""
+
+SHORT_BYTES = 1 << 20
+"""K and V for each SM up to which a few sequences of different lengths are short work (:func:`few_unlike`)."""
+
+WORK = ("long", "short", "few", "crowd", "packed", "even", "steady")
 """Kinds of batches, which have tiles of their own (:func:`work_of`)."""
 
 STEADY_BYTES = 2 << 20
@@ -80,6 +94,8 @@ def choose_splits(
     min_keys: int,
     enough: int | None = None,
     together: int = 1,
+    one_round: bool = False,
+    at_once: int = 0,
 ) -> SplitTable:
     """The split table of a problem under a tuning of :data:`SPLIT_TUNING`; see :func:`decide_splitting`."""
     lens = as_array(problem.kv_lens)
@@ -89,14 +105,20 @@ def choose_splits(
         slots = sm_count * positive(choice, "waves")
         counts = proportional_counts(lens, tiles_per_split=tiles_per_split, slots=slots, min_keys=min_keys)
         return make_table(lens, counts)
+    key_bytes = 2 * problem.head_dim * problem.element_bytes
     return plan_splits(
         lens,
         tiles_per_split=tiles_per_split,
         ctas=sm_count,
         min_keys=min_keys,
-        overhead=CTA_OVERHEAD_BYTES // (2 * problem.head_dim * problem.element_bytes),
+        overhead=CTA_OVERHEAD_BYTES * (2 if problem.head_dim > 128 else 1) // key_bytes,
+        merging=MERGE_BYTES / key_bytes,
+        combine=COMBINE_BYTES // key_bytes,
+        exchanged=sm_count // PLACES,
+        at_once=at_once,
         enough=enough,
         together=together,
+        one_round=one_round,
     )
 
 
@@ -128,6 +150,7 @@ class Limits(NamedTuple):
     min_keys: int
     enough: int | None = None
     together: int = 1
+    one_round: bool = False
 
 
 def full_speed_ctas(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: int) -> int:
@@ -143,7 +166,12 @@ def split_limits(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: 
     as for a full ring: no shorter split is worth a CTA. And so many CTAs read at the memory's full speed as have
     :data:`IN_FLIGHT_BYTES` an SM on their way; but for heads wider than 128, with more to compute for each byte.
     One that loads by ``cp.async`` splits down to a tile; up to head dim 64 its tiles are so small that two and more
-    CTAs share an SM (Triton's on sm_90; TileLang's on an A100 too, but not where an SM has 100 KiB).
+    CTAs share an SM (Triton's on sm_90; TileLang's on an A100 too, but not where an SM has 100 KiB), which counts
+    for long work.
+
+    Somewhat fewer CTAs that make one round are weighed where a second one cannot hide: above head dim 128 with TMA,
+    where a CTA has an SM to itself; for sequences about equally long; and for so little work that starting a CTA
+    costs more than it reads.
 
     Args:
         sms: SMs of the device.
@@ -152,11 +180,14 @@ def split_limits(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: 
         num_stages: tiles of the ring.
         tma: whether the ring is filled by TMA.
     """
+    one_round = alike(problem) or not share_exceeds(problem, sms, TINY_KEYS)
     if not tma:
-        return Limits(block_n, together=2 if problem.head_dim <= 64 else 1)
+        together = 2 if problem.head_dim <= 64 and work_of(problem, sms) == "long" else 1
+        return Limits(block_n, together=together, one_round=one_round)
     if problem.head_dim > 128:
-        return Limits(block_n * num_stages)
-    return Limits(block_n * num_stages, full_speed_ctas(sms, problem, block_n=block_n, num_stages=num_stages))
+        return Limits(block_n * num_stages, one_round=True)
+    enough = full_speed_ctas(sms, problem, block_n=block_n, num_stages=num_stages)
+    return Limits(block_n * num_stages, enough, one_round=one_round)
 
 
 def alike(problem: DecodeProblem) -> bool:
@@ -169,13 +200,19 @@ def share_exceeds(problem: DecodeProblem, sms: int, keys: int) -> bool:
     return problem.total_kv * problem.heads_kv > keys * sms
 
 
+def short_keys(problem: DecodeProblem) -> int:
+    """Keys in :data:`SHORT_BYTES`; above head dim 128, where a shorter tile gains less, in five eighths of it."""
+    short = SHORT_BYTES * 5 // 8 if problem.head_dim > 128 else SHORT_BYTES
+    return short // (2 * problem.head_dim * problem.element_bytes)
+
+
 def few_unlike(problem: DecodeProblem, sms: int) -> bool:
-    """Whether a few sequences of different lengths are short work: fewer than SMs, and up to 2048 keys for each SM.
+    """Whether a few sequences of different lengths are short work: fewer than SMs, up to :data:`SHORT_BYTES` an SM.
 
     No round of CTAs holds their splits evenly; of shorter tiles, several CTAs share an SM and even that out.
     """
     ctas = problem.batch * problem.heads_kv
-    return not alike(problem) and ctas < sms and not share_exceeds(problem, sms, 2048)
+    return not alike(problem) and ctas < sms and not share_exceeds(problem, sms, short_keys(problem))
 
 
 def crowd(problem: DecodeProblem, sms: int) -> bool:
@@ -196,9 +233,10 @@ def work_of(problem: DecodeProblem, sms: int) -> str:
     an SM; up to head dim 128 all of them fit the device at once in short tiles, while a round of longer ones would
     be left over.
 
-    Short: fewer than 256 keys a CTA; or a few of different lengths, cut into splits that no round holds evenly
-    (:func:`few_unlike`). Long: the rest of what differs in length, or makes several rounds; several long CTAs may
-    meet on one SM, so each gets an SM of its own.
+    Short: fewer than :data:`TINY_KEYS` a CTA; or a few of different lengths, cut into splits that no round holds
+    evenly (:func:`few_unlike`). Few: the same of so few sequences that a CTA for each would leave 15 of 16 SMs
+    without. Long: the rest of what differs in length, or makes several rounds; several long CTAs may meet on one
+    SM, so each gets an SM of its own.
 
     Even: sequences of about one length that one round of CTAs reads, each on an SM of its own. Steady: even, with
     over :data:`STEADY_BYTES` a CTA.
@@ -207,10 +245,11 @@ def work_of(problem: DecodeProblem, sms: int) -> str:
     keys = problem.total_kv * problem.heads_kv / max(ctas, sms)
     if crowd(problem, sms):
         return "crowd"
-    if alike(problem) and sms < ctas < 4 * sms and keys <= 2048:
+    left_over = problem.head_dim > 128 and sms < 2 * ctas and 10 * ctas < 9 * sms
+    if alike(problem) and (sms < ctas < 4 * sms or left_over) and keys <= 2048:
         return "packed"
-    if keys < 256 or few_unlike(problem, sms):
-        return "short"
+    if keys < TINY_KEYS or few_unlike(problem, sms):
+        return "few" if 16 * ctas <= sms else "short"
     if not alike(problem) or ctas > sms:
         return "long"
     return "steady" if 2 * keys * problem.head_dim * problem.element_bytes > STEADY_BYTES else "even"
@@ -257,6 +296,7 @@ def decide_splitting(
     sm_count: int,
     tiles_per_split: int,
     limits: Limits,
+    num_splits: int | None = None,
     choose_cluster: Callable[[Int64Array], int] | None = None,
     at_once: int = 0,
 ) -> Splitting:
@@ -268,6 +308,7 @@ def decide_splitting(
         sm_count: SMs of the device, or what stands in for them.
         tiles_per_split: CTAs that one split launches: KV heads times head tiles.
         limits: of the splits that ``auto`` plans.
+        num_splits: of every sequence, in place of what ``auto`` plans; None where the kernel wants nothing else.
         choose_cluster: from the splits of each sequence, ``[B]``, how many CTAs merge theirs by themselves, as one
             cluster; with more than 1 there are no partials and no merges. None where a kernel cannot do that.
         at_once: CTAs of this kernel that are surely on the device at once, for :func:`may_exchange`; 0 where it
@@ -279,10 +320,11 @@ def decide_splitting(
     """
     table = choose_splits(
         problem,
-        choice,
+        choice if num_splits is None else {**choice, "num_splits": num_splits},
         sm_count=sm_count,
         tiles_per_split=tiles_per_split,
         **limits._asdict(),
+        at_once=at_once,
     )
     if choice["merge"] not in MERGES:
         raise ValueError(f"merge: expected one of {', '.join(MERGES)}, got {choice['merge']!r}")

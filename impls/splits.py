@@ -41,6 +41,16 @@ WORTHWHILE = 0.98
 """More rounds, and so more partials to merge, are chosen only where they end this much earlier."""
 
 
+SLIGHTLY = 1.2
+"""CTAs, of those that run at once, up to which it is asked whether somewhat fewer would not make one round."""
+
+FEW = 3
+"""Splits up to which it is asked whether whole sequences would not end as soon, with nothing to merge."""
+
+EVEN = 1.03
+"""Splits are about equally long if each is so many times as long as it should be, or as much shorter, at most."""
+
+
 @dataclass(frozen=True)
 class SplitTable:
     """The splits of one batch.
@@ -163,12 +173,40 @@ def _chunk(work: int, slots: int, min_keys: int) -> int:
     return max(min_keys, -(-work // slots), 1)
 
 
-def _rounded(twice: Int64Array, chunk: int) -> Int64Array:
-    """Half of ``twice`` in chunks, rounded half up in integers, within what is allowed."""
+def _rounded(twice: Int64Array, chunk: int, merging: float = 0.0) -> Int64Array:
+    """Half of ``twice`` in chunks, rounded half up in integers, within what is allowed.
+
+    Args:
+        twice: ``[B]``, twice the keys of each sequence.
+        chunk: keys that one split should have.
+        merging: see :func:`most_splits`; 0 where merging costs nothing.
+    """
     counts = twice + chunk
     counts //= 2 * chunk
+    return _capped(counts, twice // 2, merging)
+
+
+def _capped(counts: Int64Array, lens: Int64Array, merging: float) -> Int64Array:
+    """``counts``, changed to no more than what is worth merging."""
     np.maximum(counts, 1, out=counts)
+    # Counts grow with the length, what is worth merging with its root: the longest is the first to have too many.
+    if merging and len(counts) and counts.item(at := lens.argmax()) > most_splits(lens.item(at), merging):
+        np.minimum(counts, np.maximum(1, np.sqrt(lens / (2 * merging))).astype(np.int64), out=counts)
     return np.minimum(counts, MAX_SPLITS, out=counts)
+
+
+def most_splits(keys: int, merging: float) -> int:
+    """The most splits of a sequence that are worth merging: one more would save less than twice what it costs.
+
+    With ``s`` splits, a split of ``keys / s`` is read and ``s`` partials are merged, at ``merging`` keys each. One
+    more saves ``keys / s²``, which is twice ``merging`` with ``sqrt(keys / (2 * merging))`` splits. The sum is
+    least for 1.4 times as many, and so flat that fewer do as well.
+
+    Args:
+        keys: of the sequence.
+        merging: what one more split to merge costs, in keys; 0 where that is nothing.
+    """
+    return min(MAX_SPLITS, max(1, math.isqrt(int(keys / (2 * merging))))) if merging else MAX_SPLITS
 
 
 def balanced_counts(
@@ -178,8 +216,11 @@ def balanced_counts(
     ctas: int,
     min_keys: int,
     overhead: int,
+    merging: float = 0.0,
+    combine: int = 0,
     enough: int | None = None,
     together: int = 1,
+    one_round: bool = False,
 ) -> Int64Array:
     """The :func:`proportional_counts` under which the device's last CTA is expected to end first.
 
@@ -189,8 +230,12 @@ def balanced_counts(
     it is; most batches are decided by what every schedule must take, an even share and the longest split.
 
     Equally long sequences leave nothing to even out. They need only as many splits as read at the memory's full
-    speed, ``enough``: every further one is one more to merge. Where that is not known, they get as many as whole
-    rounds of CTAs end first with (:func:`even_splits`).
+    speed, ``enough``: every further one is one more to merge. So do others, if so few splits are about equally long
+    (:data:`EVEN`). Where ``enough`` is not known, equally long sequences get as many splits as whole rounds of CTAs
+    end first with (:func:`even_splits`).
+
+    No sequence gets more splits than are worth merging (:func:`most_splits`), and none is split at all where that
+    ends no sooner than merging takes. Where one round of the shortest splits holds everything, no split is longer.
 
     Where CTAs share an SM, a split that takes a round by itself does not have one for itself: with more CTAs than
     SMs, splits are planned for ``together`` rounds at least.
@@ -201,8 +246,12 @@ def balanced_counts(
         ctas: CTAs that the device runs at once.
         min_keys: no split is planned much shorter than this (it is rounded to the nearest count).
         overhead: what starting and ending a CTA costs, in keys.
+        merging: what one more split to merge costs, in keys; 0 where that is nothing.
+        combine: what it costs to merge at all, in keys.
         enough: CTAs that read at full speed by themselves, at most ``ctas``; None where that is not known.
         together: CTAs of the kernel that share an SM.
+        one_round: whether it is asked, where that makes somewhat more CTAs than run at once, if fewer would not end
+            sooner.
 
     Returns:
         ``[B]`` int64, each at least 1.
@@ -210,38 +259,80 @@ def balanced_counts(
     lens = as_array(kv_lens)
     total = int(lens.sum())
     twice = lens * 2
-    longest = lens.item(lens.argmax()) if total else 0
+    longest = lens.item(at := lens.argmax()) if total else 0
+    work = total * tiles_per_split
     if longest * len(lens) == total:
-        if enough is None:
-            whole = len(lens) * tiles_per_split
-            return np.full_like(lens, even_splits(longest, whole, ctas=ctas, min_keys=min_keys, overhead=overhead))
-        return _rounded(twice, _chunk(total * tiles_per_split, enough, min_keys))
-    counts = _rounded(twice, _chunk(total * tiles_per_split, ctas, min_keys))
+        if enough is not None:
+            return _rounded(twice, _chunk(work, enough, min_keys), merging)
+        whole = len(lens) * tiles_per_split
+        splits = even_splits(longest, whole, ctas=ctas, min_keys=min_keys, overhead=overhead, merging=merging)
+        return np.full_like(lens, splits)
+    negative = -lens  # minus the floor of minus a quotient is its ceiling
+    if enough is not None and EVEN * lens.item(lens.argmin()) >= (chunk := _chunk(work, enough, min_keys)):
+        counts = _rounded(twice, chunk, merging)
+        keys = -(negative // counts)  # of the longest split of each sequence
+        fits = int(counts.sum()) * tiles_per_split <= ctas
+        if fits and keys.max() <= EVEN * chunk and EVEN * keys.min() >= chunk:
+            return counts
+    if work <= ctas * min_keys:
+        counts = _capped(-(negative // min_keys), lens, merging)
+        if int(counts.sum()) * tiles_per_split <= ctas:
+            return counts
+
+    def schedule(counts: Int64Array) -> Schedule:
+        return Schedule(overhead - negative // counts, counts, copies=tiles_per_split, ctas=ctas)
+
+    counts = _rounded(twice, _chunk(work, ctas, min_keys), merging)
     fewest = together if int(counts.sum()) * tiles_per_split > ctas else 1
     if fewest > 1:
-        counts = _rounded(twice, _chunk(total * tiles_per_split, ctas * fewest, min_keys))
-    negative = -lens  # minus the floor of minus a quotient is its ceiling
-    best = last = Schedule(overhead - negative // counts, counts, copies=tiles_per_split, ctas=ctas)
-    best_counts, splits = counts, int(counts.sum())
+        counts = _rounded(twice, _chunk(work, ctas * fewest, min_keys), merging)
+    best, best_counts, splits = schedule(counts), counts, int(counts.sum())
+    if one_round and ctas < splits * tiles_per_split <= SLIGHTLY * ctas:
+        counts = _capped(lens // _chunk(work, ctas, min_keys), lens, merging)
+        fitting = schedule(counts)
+        if int(counts.sum()) * tiles_per_split <= ctas and fitting.ends_before(best, 1.0):
+            best, best_counts, splits = fitting, counts, int(counts.sum())
+    last = best
     for waves in WAVES:
         if waves <= fewest:
             continue
-        chunk = _chunk(total * tiles_per_split, int(ctas * waves), min_keys)
+        chunk = _chunk(work, int(ctas * waves), min_keys)
         if 2 * longest < 3 * chunk:  # not even the longest sequence is split
             continue
         if not best.may_end_after(last.even_share / WORTHWHILE):
             break  # shorter chunks only add splits, and each of them a start and an end
-        counts = _rounded(twice, chunk)
+        counts = _rounded(twice, chunk, merging)
         if (more := int(counts.sum())) == splits:
             continue
         splits = more
-        last = Schedule(overhead - negative // counts, counts, copies=tiles_per_split, ctas=ctas)
-        if last.ends_before(best, WORTHWHILE):
+        last = schedule(counts)
+        if last.ends_before(best, WORTHWHILE, later=merging * (counts.item(at) - best_counts.item(at))):
             best, best_counts = last, counts
+    if combine and 1 < best_counts.item(at) <= FEW:
+        unsplit = schedule(ones := np.ones_like(lens))
+        if not best.ends_before(unsplit, 1.0, later=combine):
+            return ones
     return best_counts
 
 
-def even_splits(keys: int, whole: int, *, ctas: int, min_keys: int, overhead: int) -> int:
+def exchangeable(lens: Int64Array, counts: Int64Array, *, most: int, saves: int, places: int) -> Int64Array:
+    """Counts of at most ``most`` splits, where the longest splits grow by less than what that saves.
+
+    Args:
+        lens: ``[B]`` keys of each sequence.
+        counts: ``[B]`` splits of each.
+        most: the most splits of a sequence that merge without a combine kernel.
+        saves: what a combine kernel costs, in keys.
+        places: splits of which all CTAs are surely on the device at once, as they must be.
+    """
+    if not len(counts) or counts.item(counts.argmax()) <= most:
+        return counts
+    fewer = np.minimum(counts, most)
+    grows = -int((-lens // fewer).min()) + int((-lens // counts).min())
+    return fewer if grows < saves and int(fewer.sum()) <= places else counts
+
+
+def even_splits(keys: int, whole: int, *, ctas: int, min_keys: int, overhead: int, merging: float = 0.0) -> int:
     """Splits of equally long sequences with which the last of up to three rounds of CTAs ends first.
 
     ``n`` splits make ``ceil(n * whole / ctas)`` rounds of ``ceil(keys / n)`` keys and the overhead each. A further
@@ -253,8 +344,9 @@ def even_splits(keys: int, whole: int, *, ctas: int, min_keys: int, overhead: in
         ctas: CTAs that the device runs at once.
         min_keys: as of :func:`balanced_counts`.
         overhead: what starting and ending a CTA costs, in keys.
+        merging: as of :func:`balanced_counts`.
     """
-    most = min(max(1, (2 * keys + min_keys) // (2 * max(1, min_keys))), MAX_SPLITS)
+    most = min(max(1, -(-keys // max(1, min_keys))), most_splits(keys, merging))
     best, least = 1, math.inf
     for waves in EVEN_WAVES:
         splits = min(max(1, waves * ctas // max(1, whole)), most)
@@ -271,10 +363,20 @@ def plan_splits(
     ctas: int,
     min_keys: int,
     overhead: int,
+    merging: float = 0.0,
+    combine: int = 0,
+    exchanged: int = MAX_SPLITS,
+    at_once: int = 0,
     enough: int | None = None,
     together: int = 1,
+    one_round: bool = False,
 ) -> SplitTable:
-    """The table of :func:`balanced_counts`, from lengths in one call; the arguments are the same."""
+    """The table of :func:`balanced_counts`, from lengths in one call; arguments of the same names are the same.
+
+    Args:
+        exchanged: the most splits of a sequence that merge without a combine kernel (:func:`exchangeable`).
+        at_once: CTAs that may do so.
+    """
     lens = as_array(kv_lens)
     counts = balanced_counts(
         lens,
@@ -282,9 +384,13 @@ def plan_splits(
         ctas=ctas,
         min_keys=min_keys,
         overhead=overhead,
+        merging=merging,
+        combine=combine,
         enough=enough,
         together=together,
+        one_round=one_round,
     )
+    counts = exchangeable(lens, counts, most=exchanged, saves=combine, places=at_once // tiles_per_split)
     return _table(lens, counts)
 
 

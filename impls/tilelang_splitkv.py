@@ -88,10 +88,11 @@ try:
         at_once,
         choose_cluster,
         choose_tile,
+        clustered_splits,
         combine_threads,
-        half_tile,
         head_rows,
-        takes_half,
+        ring_share,
+        ring_tiles,
         tile_bytes,
     )
 except Exception as error:  # its native libraries fail in more ways than ImportError
@@ -553,14 +554,15 @@ def compiled_split(
 
 @cache
 def compile_ahead(
-    machine: str, heads_q: int, heads_kv: int, head_dim: int, dtype: str, whole: Tile, half: Tile | None
+    machine: str, heads_q: int, heads_kv: int, head_dim: int, dtype: str, tiles: tuple[Tile, ...]
 ) -> None:
-    """Compile what other lengths may need, which merge another way or take half of the ring: once for all.
+    """Compile what other lengths may need, which merge another way or take less of the ring: once for all.
 
-    But for clusters: a kernel for each size, when it is first needed.
+    But for clusters: a kernel for each size, when it is first needed. A quarter of the ring is for crowds, which
+    have no splits to exchange.
     """
-    for tile, exchange in product((whole, half), (False, True) if MACHINES[machine].exchanges else (False,)):
-        if tile is not None:
+    for tile, exchange in product(tiles, (False, True) if MACHINES[machine].exchanges else (False,)):
+        if not exchange or tile in tiles[:2]:
             compiled_split(machine, heads_q, heads_kv, head_dim, dtype, tile, 1, exchange)
     for block_s in (BLOCK_S, many_splits(head_dim)):
         compiled_combine(machine, heads_q, head_dim, dtype, block_s)
@@ -620,14 +622,12 @@ class Decision:
     """What a tuning comes to for a problem on a machine, before anything is compiled.
 
     Args:
-        whole: the tile for the whole ring.
-        half: the one for half of it; None where there is none, or the caller has chosen a tile.
-        tile: which of them is taken.
+        tiles: those that our rule may take for other lengths.
+        tile: the one that is taken.
         splitting: the splits, and how they merge.
     """
 
-    whole: Tile
-    half: Tile | None
+    tiles: tuple[Tile, ...]
     tile: Tile
     splitting: Splitting
 
@@ -645,8 +645,8 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
         PlanRefused: if the workspace would exceed its budget.
         ValueError: for a choice out of range.
     """
-    whole, half = choose_tile(machine, problem, choice), half_tile(machine, problem, choice)
-    tile = half if half is not None and takes_half(problem, choice, half, sms) else whole
+    tiles = ring_tiles(machine, problem, choice)
+    tile = tiles[ring_share(problem, choice, tiles[2], sms) if 2 in tiles else 1]
     limits = split_limits(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=machine.tma)
     # Who asks for another way to merge has said no to clusters.
     asked = 1 if choice["cluster"] is None and choice["merge"] != "auto" else choice["cluster"]
@@ -656,10 +656,11 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
         sm_count=sms,
         tiles_per_split=problem.tiles_per_split(tile.block_h),
         limits=limits,
+        num_splits=clustered_splits(machine, problem, choice, tile, sms=sms),
         choose_cluster=lambda counts: choose_cluster(machine, problem, tile, asked, counts, sms=sms),
         at_once=at_once(machine, problem, tile, sms),
     )
-    return Decision(whole, half, tile, splitting)
+    return Decision(tuple(tiles.values()), tile, splitting)
 
 
 def sms_of(device: torch.device) -> int:
@@ -686,7 +687,7 @@ class TileLangPlan(SplitKVPlan):
         self._scale_log2 = problem.softmax_scale * LOG2_E
         shape = (problem.heads_q, problem.heads_kv, problem.head_dim)
         if all(choice[name] is None for name in TILE_TUNING):
-            compile_ahead(machine.name, *shape, dtype, decision.whole, decision.half)
+            compile_ahead(machine.name, *shape, dtype, decision.tiles)
         self._split = compiled_split(machine.name, *shape, dtype, tile, self._cluster, self._exchange)
         if (block_s := decision.block_s(problem.head_dim)) is not None:
             self._combine = compiled_combine(machine.name, problem.heads_q, problem.head_dim, dtype, block_s)

@@ -7,10 +7,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from impls.contract import Scalar
 from impls.problem import DecodeProblem
 from impls.space import Space
-from impls.splitkv_plan import alike, crowd, few_unlike, full_speed_ctas, positive, share_exceeds
+from impls.splitkv_plan import alike, few_unlike, full_speed_ctas, positive, share_exceeds, short_keys, work_of
 from impls.splits import Int64Array, common_count
 from impls.tilelang_cluster import (
     CTA_BYTES,
@@ -54,16 +56,20 @@ class Tile:
     threads: int
 
 
-def choose_tile(
-    machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar], *, half: bool = False
-) -> Tile:
+def choose_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar], *, share: int = 1) -> Tile:
     """The caller's tile where there is one, else the rule.
 
     ``block_h`` is the group of query heads that shares a KV head, padded to the 16 rows of an ``mma`` (over 64:
     several tiles); the C target has no such unit and takes the group as it is. ``block_n`` is the longest tile,
-    up to 128 keys, of which two fit the machine's ring, and ``num_stages`` is how many of it fit; ``half`` of that,
-    in fewer stages or shorter tiles, is for :func:`takes_half`. ``threads``:
-    128, or, where that would leave the parts of a short tile under :data:`PART_KEYS` keys each, as many as do not.
+    up to 128 keys, of which two fit the machine's ring, and ``num_stages`` is how many of it fit; half and quarter
+    of that, in fewer stages or shorter tiles, are for :func:`ring_share`. ``threads``: 128, or, where that
+    would leave the parts of a short tile under :data:`PART_KEYS` keys each, as many as do not.
+
+    Args:
+        machine: whose ring there is.
+        problem: what is to be computed.
+        choice: the tuning, complete.
+        share: 1 for the whole ring, 2 for half of it, 4 for a quarter.
 
     Raises:
         ValueError: for a choice out of range, or one that leaves a part fewer keys.
@@ -76,10 +82,11 @@ def choose_tile(
         key_bytes = 2 * machine.padded(problem.head_dim) * problem.element_bytes
         block_n = min(128, 1 << (machine.ring_bytes // (2 * key_bytes)).bit_length() - 1)
         stages = machine.ring_bytes // (block_n * key_bytes)
-        if half and stages > 2:
-            stages //= 2
-        elif half:
-            block_n //= 2
+        for _ in range(share.bit_length() - 1):
+            if stages > 2 or block_n <= 64:
+                stages //= 2
+            else:
+                block_n //= 2
     block_h = positive(choice, "block_h", block_h)
     block_n = positive(choice, "block_n", block_n)
     threads = positive(choice, "threads", max(32, min(128, 2 * block_h * (block_n // PART_KEYS))))
@@ -99,44 +106,57 @@ def choose_tile(
     )
 
 
-def half_tile(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar]) -> Tile | None:
-    """The tile for half of the ring; None where there is none, or the caller has chosen a tile.
+def ring_tiles(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar]) -> Mapping[int, Tile]:
+    """The tiles that our rule may take, by their share of the ring: 1 for the whole, 2 for half, 4 for a quarter.
 
-    There is one for TMA, and for the head dims that it was measured for.
+    Only the whole where the caller has chosen a tile. There is a half for TMA, and for the head dims that it was
+    measured for; a quarter for the shortest of these.
     """
     free = all(choice[name] is None for name in ("block_n", "num_stages", "threads"))
-    if not machine.tma or not free or machine.padded(problem.head_dim) not in (64, 128):
-        return None
-    return choose_tile(machine, problem, choice, half=True)
+    shares = {64: (1, 2, 4), 128: (1, 2), 256: (1, 2)} if machine.tma and free else {}
+    of = shares.get(machine.padded(problem.head_dim), (1,))
+    return {share: choose_tile(machine, problem, choice, share=share) for share in of}
 
 
-def takes_half(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile, sms: int) -> bool:
-    """Whether our rule takes half of the ring (measured: ``reports/NOTES.md``).
+def ring_share(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile, sms: int) -> int:
+    """Which of :func:`ring_tiles` our rule takes, where there are more than one (measured: ``reports/NOTES.md``).
+
+    Less than the whole ring lets several CTAs share an SM, where they hide each other's start and end, and wastes
+    less at the ends of short sequences. Crowds (:func:`impls.splitkv_plan.crowd`) take half up to head dim 128, and
+    a quarter up to 64. Packed work (:func:`impls.splitkv_plan.work_of`) takes half; from head dim 65 to 128 only if
+    the sequences are no longer than four whole rings. A few sequences of different lengths take half from head dim
+    65 to 128, unless an SM's share of all fits the whole ring: then there is nothing to even out.
 
     For sequences about equally long, so many that each CTA may read a whole one in the only round: if half of the
     ring in one CTA an SM is enough for the memory's full speed, the other half is longer on its way and ends in
-    longer last tiles, which nothing hides. Up to head dim 64 for one round of such sequences in any case: a byte
-    comes with twice as much to compute, so that as few CTAs as the whole ring suggests are too slow.
-
-    For a few of different lengths, so that two CTAs share an SM, unless, above head dim 64, an SM's share of all
-    fits the whole ring: then there is nothing to even out. And for head dims from 65 to 128 for crowds
-    (:func:`impls.splitkv_plan.crowd`).
+    longer last tiles, which nothing hides. Up to head dim 64, half wherever whole sequences make one round at most,
+    or an SM's share of all is short: a byte comes with twice as much to compute, so that as few CTAs as the whole
+    ring suggests are too slow.
 
     Args:
         problem: what is to be computed.
-        choice: the tuning; who chooses the splits has chosen this.
-        half: of :func:`half_tile`.
+        choice: the tuning; who chooses the splits has chosen the whole ring.
+        half: the tile for half of the ring.
         sms: SMs of the device.
     """
     if choice["waves"] is not None or choice["cluster"] is not None or choice["num_splits"] not in ("auto", 1):
-        return False
-    if few_unlike(problem, sms):
-        return problem.head_dim <= 64 or share_exceeds(problem, sms, 2 * half.block_n * half.num_stages)
-    if problem.head_dim > 64 and crowd(problem, sms):
-        return True
-    enough = full_speed_ctas(sms, problem, block_n=half.block_n, num_stages=half.num_stages)
+        return 1
+    ring = 2 * half.block_n * half.num_stages
     ctas = problem.batch * problem.tiles_per_split(half.block_h)
-    return alike(problem) and ctas <= sms and (enough <= ctas or problem.head_dim <= 64)
+    work = work_of(problem, sms)
+    if work == "crowd":
+        return 4 if problem.head_dim <= 64 else 2 if problem.head_dim <= 128 else 1
+    if work == "packed":
+        short = problem.total_kv <= 4 * ring * problem.batch
+        return 2 if short or not 64 < problem.head_dim <= 128 else 1
+    if problem.head_dim > 128:
+        return 1
+    if problem.head_dim <= 64:
+        return 2 if ctas <= sms or not share_exceeds(problem, sms, short_keys(problem)) else 1
+    if few_unlike(problem, sms):
+        return 2 if share_exceeds(problem, sms, ring) else 1
+    enough = full_speed_ctas(sms, problem, block_n=half.block_n, num_stages=half.num_stages)
+    return 2 if alike(problem) and enough <= ctas <= sms else 1
 
 
 def tile_bytes(machine: Machine, problem: DecodeProblem, tile: Tile) -> int:
@@ -199,6 +219,39 @@ def choose_cluster(
         if got > most:
             raise ValueError(f"cluster: expected <= {most} bytes of {what} a CTA, got {got} with {cluster}")
     return cluster
+
+
+def clustered_splits(
+    machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar], tile: Tile, *, sms: int
+) -> int | None:
+    """Splits of every sequence where all of them shall merge in clusters whatever their lengths, or None.
+
+    That is where no split is longer than the ring, and a cluster of that many CTAs for every sequence is surely on
+    the device at once. All of K and V is on its way at once then, so that what differs in length ends together, and
+    a cluster merges sooner than an exchange does (measured: ``reports/NOTES.md``). For sequences of one length only
+    if all together are no more than fill the rings that read at full speed: else fewer splits do as well.
+
+    Args:
+        machine: whose ``clusters`` there are.
+        problem: what is to be computed.
+        choice: the tuning; who chooses anything about splits or how they merge has chosen.
+        tile: of the split kernel.
+        sms: SMs of the device.
+    """
+    free = choice["num_splits"] == "auto" and choice["merge"] == "auto"
+    shortest = min(problem.kv_lens, default=0)
+    if not free or choice["waves"] is not None or choice["cluster"] is not None:
+        return None
+    ring = tile.num_stages * tile.block_n
+    if shortest == problem.max_kv:
+        enough = full_speed_ctas(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages)
+        if share_exceeds(problem, enough, ring):
+            return None
+    size = next((size for size in machine.clusters if problem.max_kv <= size * ring), None)
+    if size is None or size > shortest or problem.max_kv <= ring:
+        return None
+    counts = np.full(problem.batch, size)
+    return size if choose_cluster(machine, problem, tile, None, counts, sms=sms) == size else None
 
 
 def at_once(machine: Machine, problem: DecodeProblem, tile: Tile, sms: int) -> int:

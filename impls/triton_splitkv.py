@@ -357,14 +357,22 @@ def decide(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Sc
         PlanRefused: if the workspace would exceed its budget.
         ValueError: for a choice out of range.
     """
+    sms = sm_count(device)
     return decide_splitting(
         problem,
         choice,
-        sm_count=sm_count(device),
+        sm_count=sms,
         tiles_per_split=problem.tiles_per_split(tile.block_h),
-        limits=split_limits(sm_count(device), problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=False),
+        limits=split_limits(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=False),
+        num_splits=1 if stays_whole(problem, choice, sms) else None,
         at_once=_at_once(problem, device, tile),
     )
+
+
+def stays_whole(problem: DecodeProblem, choice: Mapping[str, Scalar], sms: int) -> bool:
+    """Whether our rule splits nothing: packed work of over a CTA an SM, all of which fit the device at once."""
+    free = choice["num_splits"] == "auto" and choice["waves"] is None
+    return free and problem.batch * problem.heads_kv > sms and work_of(problem, sms) == "packed"
 
 
 def _at_once(problem: DecodeProblem, device: torch.device, tile: Tile) -> int:

@@ -96,15 +96,33 @@ def test_a_plan_for_other_lengths_waits_for_nothing(impl: type[DecodeImpl], devi
 
 
 def test_what_reads_at_full_speed_is_bytes_in_flight_and_not_ctas() -> None:
-    def limits(head_dim: int, block_n: int, *, sms: int = 132, tma: bool = True) -> tuple[int, int | None, int]:
+    def limits(head_dim: int, block_n: int, *, sms: int = 132) -> tuple[int, int | None]:
         shape = DecodeProblem(kv_lens=(8192,), heads_q=8, heads_kv=8, head_dim=head_dim)
-        return split_limits(sms, shape, block_n=block_n, num_stages=2, tma=tma)
+        return split_limits(sms, shape, block_n=block_n, num_stages=2, tma=True)[:2]
 
-    assert limits(128, 128) == (256, 62, 1)  # 128 KiB each
-    assert limits(128, 64) == (128, 124, 1)
-    assert limits(64, 128) == (256, 124, 1)
-    assert limits(128, 16) == (32, 132, 1)  # one an SM at most
-    assert limits(128, 128, sms=1) == (256, 1, 1)
-    assert limits(128, 128, tma=False) == (128, None, 1)
-    assert limits(64, 128, tma=False) == (128, None, 2)  # two CTAs share an SM
-    assert limits(256, 64) == (128, None, 1)  # more to compute for each byte
+    assert limits(128, 128) == (256, 62)  # 128 KiB each
+    assert limits(128, 64) == (128, 124)
+    assert limits(64, 128) == (256, 124)
+    assert limits(128, 16) == (32, 132)  # one an SM at most
+    assert limits(128, 128, sms=1) == (256, 1)
+    assert limits(256, 64) == (128, None)  # more to compute for each byte
+
+
+@pytest.mark.parametrize(
+    ("lens", "head_dim", "tma", "together", "one_round"),
+    [
+        ((20_000,) * 15 + (90_000,) * 2, 128, True, 1, False),
+        ((20_000,) * 15 + (90_000,) * 2, 256, True, 1, True),  # a CTA has an SM to itself
+        ((20_000,) * 15 + (90_000,) * 2, 128, False, 1, False),
+        ((20_000,) * 15 + (90_000,) * 2, 64, False, 2, False),  # two CTAs share an SM
+        ((600, 6000, 2000), 64, False, 1, False),  # short
+        ((300, 700), 64, False, 1, True),  # tiny
+        ((20_000,) * 3 + (20_400,) * 3, 128, False, 1, True),  # about equally long
+    ],
+)
+def test_which_ctas_share_an_sm_and_which_are_made_to_fit_one_round(
+    lens: tuple[int, ...], head_dim: int, tma: bool, together: int, one_round: bool
+) -> None:
+    shape = DecodeProblem(kv_lens=lens, heads_q=32, heads_kv=8, head_dim=head_dim)
+    limits = split_limits(132, shape, block_n=64, num_stages=3, tma=tma)
+    assert (limits.together, limits.one_round) == (together, one_round)

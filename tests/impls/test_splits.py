@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from impls.problem import INT32_MAX
 from impls.splits import (
     DIRECT,
+    EVEN,
     MAX_SPLITS,
+    SLIGHTLY,
     WAVES,
     WORTHWHILE,
     Int64Array,
@@ -22,7 +25,9 @@ from impls.splits import (
     check_offsets,
     equal_counts,
     even_splits,
+    exchangeable,
     make_table,
+    most_splits,
     plan_splits,
     proportional_counts,
 )
@@ -207,11 +212,16 @@ DEVICES = {
     "ctas": st.integers(1, 300),
     "min_keys": st.integers(1, 200),
     "overhead": st.sampled_from([0, 136, 266]),
+    "merging": st.sampled_from([0.0, 0.5, 2.0, 100.0]),
+    "combine": st.sampled_from([0, 100, 10_000]),
+    "enough": st.sampled_from([None, 1, 64]),
+    "together": st.sampled_from([1, 2]),
+    "one_round": st.booleans(),
 }
 
 
 @given(LENS, st.fixed_dictionaries(DEVICES))
-def test_balanced_counts_are_bounded_and_monotone(lens: list[int], shape: dict[str, int]) -> None:
+def test_balanced_counts_are_bounded_and_monotone(lens: list[int], shape: dict[str, Any]) -> None:
     counts = balanced_counts(lens, **shape)
     assert counts.shape == (len(lens),)
     assert ((counts >= 1) & (counts <= np.clip(lens, 1, MAX_SPLITS))).all()
@@ -219,7 +229,7 @@ def test_balanced_counts_are_bounded_and_monotone(lens: list[int], shape: dict[s
 
 
 @given(LENS, st.fixed_dictionaries(DEVICES))
-def test_a_planned_table_is_that_of_its_counts(lens: list[int], shape: dict[str, int]) -> None:
+def test_a_planned_table_is_that_of_its_counts(lens: list[int], shape: dict[str, Any]) -> None:
     """The checked way and the short way to the table are one; the properties of tables above hold for it."""
     planned = plan_splits(lens, **shape)
     checked = make_table(lens, balanced_counts(lens, **shape))
@@ -229,7 +239,7 @@ def test_a_planned_table_is_that_of_its_counts(lens: list[int], shape: dict[str,
 
 
 @given(LENS, st.fixed_dictionaries(DEVICES), st.randoms(use_true_random=False))
-def test_the_order_of_the_batch_is_of_no_account(lens: list[int], shape: dict[str, int], random: Random) -> None:
+def test_the_order_of_the_batch_is_of_no_account(lens: list[int], shape: dict[str, Any], random: Random) -> None:
     order = list(range(len(lens)))
     random.shuffle(order)
     counts = balanced_counts(lens, **shape)
@@ -246,7 +256,7 @@ def test_equal_lengths_get_as_many_splits_as_whole_rounds_end_first_with(batch: 
     def end(n: int) -> int:
         return -(-n * batch * 8 // 132) * (-(-keys // n) + 266)
 
-    most = max(1, (2 * keys + 128) // 256)
+    most = max(1, -(-keys // 128))
     rounds = [n for n in range(1, most + 1) if n == 1 or n * batch * 8 <= 3 * 132]
     assert splits in rounds
     assert WORTHWHILE * end(splits) <= min(end(n) for n in rounds)
@@ -279,11 +289,85 @@ def test_ctas_that_share_an_sm_are_cut_for_as_many_rounds(lens: list[int], toget
         assert (shared >= proportional_counts(lens, slots=132 * together, **shape)).all()
 
 
-@given(LENS, st.integers(1, 300))
-def test_what_is_enough_for_equal_lengths_is_of_no_account_for_others(lens: list[int], enough: int) -> None:
+@given(LENS, st.integers(1, 132))
+def test_others_get_what_is_enough_where_it_cuts_them_evenly(lens: list[int], enough: int) -> None:
     shape = {"tiles_per_split": 8, "ctas": 132, "min_keys": 128, "overhead": 266}
-    if len(set(lens)) > 1:
-        assert balanced_counts(lens, **shape, enough=enough).tolist() == balanced_counts(lens, **shape).tolist()
+    counts = balanced_counts(lens, **shape, enough=enough)
+    if len(set(lens)) > 1 and counts.tolist() != balanced_counts(lens, **shape).tolist():
+        fewest = proportional_counts(lens, tiles_per_split=8, slots=enough, min_keys=128)
+        assert counts.tolist() == fewest.tolist()
+        assert 8 * counts.sum() <= 132
+        keys = -(-np.array(lens) // counts)
+        assert keys.max() <= EVEN**2 * keys.min()
+
+
+def test_two_long_sequences_need_no_more_ctas_than_read_at_full_speed() -> None:
+    counts = balanced_counts([43370, 30014], tiles_per_split=1, ctas=132, min_keys=256, overhead=266, enough=62)
+    assert counts.tolist() == [37, 25]
+
+
+@given(LENS, st.sampled_from([0.5, 2.0, 8.0]))
+def test_no_sequence_has_more_splits_than_are_worth_merging(lens: list[int], merging: float) -> None:
+    """The last split of each, if it has several, shortens the others by at least about twice what it costs."""
+    shape = {"tiles_per_split": 1, "ctas": 132, "min_keys": 1, "overhead": 266}
+    counts = balanced_counts(lens, **shape, merging=merging)
+    most = np.array([most_splits(keys, merging) for keys in lens], dtype=np.int64)
+    assert (counts <= most).all()
+    keys = np.array(lens)[most > 1]
+    splits = most[most > 1]
+    assert (keys / splits**2 >= 2 * merging).all()
+    assert (keys / (splits + 1) ** 2 < 2 * merging)[splits < MAX_SPLITS].all()
+
+
+@given(st.lists(st.integers(1, 700), min_size=2, max_size=40))
+def test_short_work_has_no_split_longer_than_the_shortest_that_pays(lens: list[int]) -> None:
+    """Where one round of them holds everything: a longer one would need a second trip to memory."""
+    counts = balanced_counts(lens, tiles_per_split=1, ctas=132, min_keys=256, overhead=266, combine=100)
+    if len(set(lens)) > 1 and sum(lens) <= 132 * 256:
+        assert counts.tolist() == [-(-keys // 256) for keys in lens]
+
+
+@given(LENS, st.integers(0, 500))
+def test_what_whole_sequences_do_as_soon_is_not_split(lens: list[int], combine: int) -> None:
+    shape = {"tiles_per_split": 8, "ctas": 132, "min_keys": 128, "overhead": 266}
+    without = balanced_counts(lens, **shape)
+    counts = balanced_counts(lens, **shape, combine=combine)
+    ones = np.ones_like(counts)
+    if counts.tolist() != without.tolist():
+        assert counts.tolist() == ones.tolist()
+        assert end(lens, ones) <= 1.05 * (end(lens, without) + combine)
+
+
+def test_a_few_ctas_more_than_one_round_are_made_to_fit_it() -> None:
+    """133 CTAs: one would wait for the others, and then read alone."""
+    lens = [2326, 2254, 2203, 2101, 1999, 1876, 1760, 1699, 1530, 1422, 1300, 1180, 1099, 960, 1230]
+    shape = {"tiles_per_split": 1, "ctas": 132, "min_keys": 128, "overhead": 266}
+    assert 132 < proportional_counts(lens, tiles_per_split=1, slots=132, min_keys=128).sum() <= SLIGHTLY * 132
+    assert balanced_counts(lens, **shape, one_round=True).sum() <= 132
+    assert balanced_counts(lens, **shape).sum() > 132
+
+
+@given(LENS, st.integers(1, 16), st.integers(0, 300), st.integers(0, 200))
+def test_somewhat_too_many_splits_are_as_many_as_merge_by_themselves(
+    lens: list[int], most: int, saves: int, places: int
+) -> None:
+    keys = np.array(lens, dtype=np.int64)
+    counts = proportional_counts(lens, tiles_per_split=1, slots=132, min_keys=16)
+    fewer = exchangeable(keys, counts, most=most, saves=saves, places=places)
+    if fewer.tolist() == counts.tolist():
+        return
+    assert fewer.tolist() == np.minimum(counts, most).tolist()
+    assert fewer.sum() <= places
+    assert (-(-keys // fewer)).max() - (-(-keys // counts)).max() < saves
+
+
+def test_twenty_splits_become_sixteen_where_that_saves_a_kernel() -> None:
+    keys, counts = np.array([3333, 300]), np.array([20, 2])
+    shape = {"most": 16, "saves": 200, "places": 132}
+    assert exchangeable(keys, counts, **shape).tolist() == [16, 2]
+    assert exchangeable(keys, counts, **{**shape, "saves": 42}).tolist() == [20, 2]
+    assert exchangeable(keys, counts, **{**shape, "places": 17}).tolist() == [20, 2]
+    assert exchangeable(keys[:0], counts[:0], **shape).tolist() == []
 
 
 def test_a_long_tail_is_cut_finer_than_one_round_would() -> None:

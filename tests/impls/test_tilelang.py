@@ -17,7 +17,7 @@ from impls.contract import ImplUnavailable, InputError, Scalar
 from impls.problem import DecodeProblem
 from impls.reference import reference
 from impls.splitkv_plan import SPLIT_TUNING
-from impls.tilelang_tile import half_tile, takes_half
+from impls.tilelang_tile import clustered_splits, ring_share, ring_tiles
 from tests.impls.lowering import lowered
 
 CPU = torch.device("cpu")
@@ -246,33 +246,73 @@ def test_head_dims_that_are_not_compiled_are_refused_with_the_rule() -> None:
 
 
 def taken(machine: str, shape: DecodeProblem, **chosen: Scalar) -> tuple[int, int] | None:
-    """Keys and stages of the half of the ring that a plan on an H200 takes, or None."""
+    """Keys and stages of the part of the ring that a plan on an H200 takes, None for the whole."""
     choice = {**tilelang_splitkv.TUNING, **chosen}
-    half = half_tile(tilelang_splitkv.MACHINES[machine], shape, choice)
-    return (half.block_n, half.num_stages) if half is not None and takes_half(shape, choice, half, 132) else None
+    tiles = ring_tiles(tilelang_splitkv.MACHINES[machine], shape, choice)
+    share = ring_share(shape, choice, tiles[2], 132) if 2 in tiles else 1
+    return None if share == 1 else (tiles[share].block_n, tiles[share].num_stages)
 
 
 @pytest.mark.parametrize(
-    ("lens", "heads", "head_dim", "half"),
+    ("lens", "heads", "head_dim", "part"),
     [
         ((8192,) * 16, (32, 8), 128, (64, 2)),  # 128 CTAs, one round
         ((8192,) * 16, (32, 8), 64, (128, 2)),
+        ((8192,) * 16, (32, 8), 256, None),
         ((8192,) * 2, (32, 8), 64, (128, 2)),  # more splits, but less to compute for each CTA
         ((8192,) * 16, (32, 8), 96, None),  # not measured
         ((8192,) * 17, (32, 8), 128, None),  # a second round
         ((8192,) * 8, (32, 8), 128, None),  # 64 CTAs read fast by the whole ring alone
         ((8192,) * 15 + (30_000,), (32, 8), 128, None),
+        ((8192,) * 15 + (30_000,), (32, 8), 64, (128, 2)),
+        ((8192,) * 16 + (30_000,), (32, 8), 64, None),
+        ((700,) * 133 + (3900,), (8, 1), 64, (128, 2)),  # little for each SM
         ((600, 6000, 2000), (32, 8), 128, (64, 2)),  # a few of different lengths
+        ((600, 6000, 2000), (32, 8), 256, None),
         ((60_000, 600_000, 200_000), (32, 8), 128, None),
         ((1024,) * 128, (32, 8), 128, (64, 2)),  # a crowd
-        ((1024,) * 128, (32, 8), 64, None),
+        ((1024,) * 128, (32, 8), 64, (64, 2)),
+        ((1024,) * 128, (32, 8), 256, None),
+        ((430,) * 50, (32, 8), 128, (64, 2)),  # packed
+        ((1877,) * 37, (32, 8), 128, None),
+        ((1877,) * 37, (32, 8), 64, (128, 2)),
+        ((1877,) * 37, (32, 8), 256, (64, 1)),
     ],
 )
-def test_half_of_the_ring_is_for_one_even_round_a_few_unlike_sequences_and_crowds(
-    lens: tuple[int, ...], heads: tuple[int, int], head_dim: int, half: tuple[int, int] | None
+def test_a_part_of_the_ring_is_for_ctas_that_share_an_sm_and_for_one_even_round(
+    lens: tuple[int, ...], heads: tuple[int, int], head_dim: int, part: tuple[int, int] | None
 ) -> None:
     shape = DecodeProblem(kv_lens=lens, heads_q=heads[0], heads_kv=heads[1], head_dim=head_dim)
-    assert taken("sm_90a", shape) == half
+    assert taken("sm_90a", shape) == part
     assert taken("sm_80", shape) is None
     for chosen in ({"block_n": 128}, {"num_splits": 2}, {"waves": 1}):
         assert taken("sm_90a", shape, **chosen) is None
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads", "head_dim", "splits"),
+    [
+        ((3333, 2405, 1514, 1510), (8, 1), 64, 16),
+        ((900, 700), (8, 1), 128, 4),
+        ((1074,), (40, 10), 64, 8),
+        ((1024,), (32, 8), 128, 4),
+        ((512,) * 8, (32, 8), 128, None),  # whole, they read at full speed already
+        ((3333, 2405, 1514, 10), (8, 1), 64, None),  # fewer keys than splits
+        ((9000, 700), (8, 1), 64, None),  # no cluster's rings hold them
+        ((900, 700) * 40, (8, 1), 128, None),  # not all clusters at once
+        ((200, 100), (8, 1), 128, None),  # no split needed
+    ],
+)
+def test_splits_that_all_fit_the_ring_merge_in_clusters(
+    lens: tuple[int, ...], heads: tuple[int, int], head_dim: int, splits: int | None
+) -> None:
+    shape = DecodeProblem(kv_lens=lens, heads_q=heads[0], heads_kv=heads[1], head_dim=head_dim)
+    machine, choice = tilelang_splitkv.MACHINES["sm_90a"], dict(tilelang_splitkv.TUNING)
+    made = tilelang_splitkv.decide(machine, shape, choice, 132)
+    rule = clustered_splits(machine, shape, choice, made.tile, sms=132)
+    assert rule == splits
+    if splits is not None:
+        assert made.splitting.cluster == splits
+        assert made.splitting.table.counts.tolist() == [splits] * len(lens)
+    for chosen in ({"num_splits": 2}, {"waves": 1}, {"merge": "exchange"}, {"cluster": 1}):
+        assert clustered_splits(machine, shape, {**choice, **chosen}, made.tile, sms=132) is None

@@ -50,7 +50,7 @@ def test_compiles_for_sm_90_without_spills() -> None:
 @pytest.mark.parametrize(
     ("kv_lens", "work"),
     [
-        ((1024,), "short"),  # less than 256 keys a CTA
+        ((1024, 1024), "short"),  # less than 256 keys a CTA
         ((8192,), "even"),
         ((8192,) * 16, "steady"),  # 4 MiB a CTA
         ((4096,) * 16, "even"),
@@ -64,8 +64,9 @@ def test_compiles_for_sm_90_without_spills() -> None:
         ((1024, 2048) * 20, "long"),  # long ones would meet on one SM
         ((1024, 2048) * 64, "crowd"),
         ((600, 6000, 2000), "short"),  # cut into splits that no round holds evenly
+        ((1024,), "few"),  # eight CTAs
         ((60_000, 600_000, 200_000), "long"),
-        ((), "short"),
+        ((), "few"),
     ],
 )
 def test_work_on_an_h200(kv_lens: tuple[int, ...], work: str) -> None:
@@ -126,6 +127,27 @@ def test_what_later_lengths_need_is_compiled_with_the_first_plan(
     assert compiled == first
     assert set(exchanged) <= set(first)
     assert {exchange for _, exchange in exchanged} == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("lens", "tuning", "splits"),
+    [
+        ((1569,) * 20, {}, 1),
+        ((1569,) * 20, {"num_splits": 2}, 2),
+        ((1569,) * 20, {"waves": 3}, 2),
+        ((921,) * 10, {}, 3),  # fewer CTAs than SMs
+    ],
+)
+def test_packed_work_of_over_a_cta_an_sm_is_not_split(
+    h200: torch.device, lens: tuple[int, ...], tuning: dict[str, Scalar], splits: int
+) -> None:
+    """All CTAs are on the device at once: a round more or less means nothing."""
+    shape = problem(*lens, heads=(64, 8), head_dim=256)
+    choice = {**triton_splitkv.TUNING, **tuning}
+    tile = triton_tile.choose_tile(shape, h200, choice, work=work_of(shape, 132))
+    assert work_of(shape, 132) == "packed"
+    assert triton_tile.at_once(shape, tile, h200) >= len(lens) * 8
+    assert set(triton_splitkv.decide(shape, h200, choice, tile).table.counts.tolist()) == {splits}
 
 
 def test_a_tile_of_more_than_16_rows_is_never_eager(h200: torch.device) -> None:
