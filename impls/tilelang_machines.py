@@ -186,6 +186,10 @@ class Machine:
         """The launch frame over a grid, in clusters of CTAs or for an exchange where the machine has them."""
         raise NotImplementedError
 
+    def threads(self, count: int) -> Any:
+        """What stands for the threads of a CTA in a loop whose body each runs by itself, up to where they meet."""
+        return T.serial(count)
+
     def packed(self, shape: list[Any], strides: list[Any], dtype: str) -> Any:
         """The parameter type of packed K or V: strided where the copies can take any stride."""
         return T.StridedTensor(shape, strides, dtype)
@@ -239,6 +243,10 @@ class Ampere(Machine):
     def kernel(self, *grid: Any, threads: int, cluster: int = 1, exchange: bool = False) -> Any:
         """A grid of CTAs of ``threads`` threads."""
         return T.Kernel(*grid, threads=threads, prelude=PRELUDE)
+
+    def threads(self, count: int) -> Any:
+        """The calling thread alone: its body is no loop."""
+        return (T.get_thread_binding(),)
 
     def packed(self, shape: list[Any], strides: list[Any], dtype: str) -> Any:
         """Contiguous: ``cp.async`` moves 16 bytes only where the compiler can prove them aligned."""

@@ -89,6 +89,7 @@ try:
         choose_cluster,
         choose_tile,
         clustered_splits,
+        combine_columns,
         combine_threads,
         head_rows,
         ring_share,
@@ -107,7 +108,17 @@ EXAMPLE_SPLITS = 8
 """Splits of every sequence in TileLang's official example."""
 
 BLOCK_S = 16
-"""Splits that the combine kernel merges at a time, where there are no more; else :func:`many_splits`."""
+"""Splits that the combine kernel merges at a time, where there are no more; else :data:`MANY_S`."""
+
+MANY_S = 128
+"""Splits merged at a time where there are over :data:`BLOCK_S`: by :data:`GROUPS` groups of threads, 8 by each."""
+
+GROUPS = 16
+"""Groups of threads in a combine CTA for many splits."""
+
+COMBINE_CONFIGS = {"tl.disable_safe_memory_legalize": True}
+"""What the combine kernel for many splits asks of TileLang's passes: no guards against rows that no table names,
+for each would make a branch of a load."""
 
 TUNING: Mapping[str, Scalar] = {**SPLIT_TUNING, **TILE_TUNING}
 """What ``plan`` lets the caller choose."""
@@ -459,17 +470,18 @@ def split_kernel(
 
 
 def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, block_s: int, threads: int):
-    """The combine kernel as a ``prim_func``: merge one sequence's partials for one query head.
+    """The combine kernel for few splits as a ``prim_func``: merge one sequence's partials for one query head.
 
-    Splits without keys (LSE minus infinity) are skipped by selection, never multiplied by 0: their partials
-    may hold anything.
+    Every thread merges all splits of its columns, unrolled; :func:`many_combine_kernel` is for more than a few.
+    Splits without keys (LSE minus infinity) are skipped by selection, never multiplied by 0: their partials may
+    hold anything.
 
     Args:
         machine: buffers and loops of the target.
         heads_q: query heads, Hq.
         head_dim: elements per head, D.
         dtype: of Output.
-        block_s: splits merged at a time.
+        block_s: splits merged at a time; there may be more.
         threads: per CTA.
     """
     accum = "float32"
@@ -540,6 +552,118 @@ def combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, bl
     return combine
 
 
+def many_combine_kernel(machine: Machine, heads_q: int, head_dim: int, dtype: str, block_s: int, groups: int):
+    """The combine kernel for many splits as a ``prim_func``; it computes what :func:`combine_kernel` does.
+
+    A CTA merges some columns of one query head, so that few heads are work for many SMs. Its threads are groups, of
+    which each merges every ``groups``-th split, four columns a thread, with a maximum and a sum of its own; at the
+    end the groups meet in shared memory, once. A thread asks for all that it reads of ``block_s`` splits before it
+    looks at an LSE: one trip to memory for them.
+
+    Args:
+        machine: buffers and threads of the target.
+        heads_q: query heads, Hq.
+        head_dim: elements per head, D.
+        dtype: of Output.
+        block_s: splits merged at a time, a multiple of ``groups``; there may be more.
+        groups: of threads.
+    """
+    accum = "float32"
+    columns = combine_columns(head_dim)
+    tiles = head_dim // columns
+    lanes = columns // 4
+    threads = groups * lanes
+    each = block_s // groups
+    batch, slots, merges = (T.dynamic(name) for name in ("batch", "slots", "merges"))
+
+    @T.prim_func
+    def combine(
+        Partial: T.Tensor([slots, heads_q, head_dim], accum),
+        Partial_lse: T.Tensor([slots, heads_q], accum),
+        Merges: T.Tensor([merges, 4], "int32"),
+        Output: T.Tensor([batch, heads_q, head_dim], dtype),
+        Lse: T.Tensor([batch, heads_q], accum),
+    ):
+        # The tiles are few, so that they can be the second axis, which ends at 65535.
+        with machine.kernel(merges * heads_q, tiles, threads=threads) as (pid, tile):
+            bx = pid % heads_q
+            by = pid // heads_q
+            left = tile * columns
+            partial = T.alloc_local([each, 4], accum)
+            partial_lse = T.alloc_local([each], accum)
+            acc_o = T.alloc_local([4], accum)
+            lse_max = T.alloc_var(accum)
+            lse_max_prev = T.alloc_var(accum)
+            lse_ref = T.alloc_var(accum)
+            weight = T.alloc_var(accum)
+            logsum = T.alloc_var(accum)
+            out = T.alloc_var(accum)
+            group_max = machine.shared([groups], accum)
+            group_sum = machine.shared([groups], accum)
+            group_o = machine.shared([groups, columns], accum)
+
+            sequence = Merges[by, 0]
+            first = Merges[by, 1]
+            count = Merges[by, 2]
+
+            machine.depend()
+            for thread in machine.threads(threads):
+                group = thread // lanes
+                d = thread % lanes * 4
+                lse_max = -T.infinity(accum)
+                logsum = 0.0
+                for e in T.vectorized(4):
+                    acc_o[e] = 0.0
+                for chunk in T.serial(T.ceildiv(count, block_s)):
+                    start = chunk * block_s + group
+                    for s in T.unroll(each):
+                        partial_lse[s] = -T.infinity(accum)
+                        if start + s * groups < count:
+                            partial_lse[s] = Partial_lse[first + start + s * groups, bx]
+                            for e in T.vectorized(4):
+                                partial[s, e] = Partial[first + start + s * groups, bx, left + d + e]
+                    lse_max_prev = lse_max
+                    for s in T.unroll(each):
+                        lse_max = T.max(lse_max, partial_lse[s])
+                    # All splits so far may be empty: then the maximum is -inf, and the reference point is 0.
+                    lse_ref = T.if_then_else(lse_max > -T.infinity(accum), lse_max, 0.0)
+                    weight = T.exp2((lse_max_prev - lse_ref) * LOG2_E)
+                    logsum = logsum * weight
+                    for e in T.unroll(4):
+                        acc_o[e] *= weight
+                    for s in T.unroll(each):
+                        weight = T.exp2((partial_lse[s] - lse_ref) * LOG2_E)
+                        logsum += weight
+                        if weight != 0:
+                            for e in T.unroll(4):
+                                acc_o[e] += partial[s, e] * weight
+                group_max[group] = lse_max
+                group_sum[group] = logsum
+                for e in T.vectorized(4):
+                    group_o[group, d + e] = acc_o[e]
+
+            for d in machine.threads(threads):
+                if d < columns:
+                    lse_max = -T.infinity(accum)
+                    logsum = 0.0
+                    out = 0.0
+                    for g in T.unroll(groups):
+                        lse_max = T.max(lse_max, group_max[g])
+                    lse_ref = T.if_then_else(lse_max > -T.infinity(accum), lse_max, 0.0)
+                    # A group of empty splits has the sum 0 and columns of 0: no need to leave it out.
+                    for g in T.unroll(groups):
+                        weight = T.exp2((group_max[g] - lse_ref) * LOG2_E)
+                        logsum += group_sum[g] * weight
+                        out += group_o[g, d] * weight
+                    Output[sequence, bx, left + d] = T.cast(T.if_then_else(logsum != 0, out / logsum, 0.0), dtype)
+                    if left + d == 0:
+                        Lse[sequence, bx] = T.if_then_else(
+                            logsum != 0, lse_max + T.log2(logsum) * LN_2, -T.infinity(accum)
+                        )
+
+    return combine
+
+
 @cache
 def compiled_split(
     machine: str, heads_q: int, heads_kv: int, head_dim: int, dtype: str, tile: Tile, cluster: int, exchange: bool
@@ -564,20 +688,19 @@ def compile_ahead(
     for tile, exchange in product(tiles, (False, True) if MACHINES[machine].exchanges else (False,)):
         if not exchange or tile in tiles[:2]:
             compiled_split(machine, heads_q, heads_kv, head_dim, dtype, tile, 1, exchange)
-    for block_s in (BLOCK_S, many_splits(head_dim)):
-        compiled_combine(machine, heads_q, head_dim, dtype, block_s)
-
-
-def many_splits(head_dim: int) -> int:
-    """Splits merged at a time where there are over :data:`BLOCK_S`: as many as a thread has registers for."""
-    return 64 if head_dim <= 128 else 32
+    for many in (False, True):
+        compiled_combine(machine, heads_q, head_dim, dtype, many)
 
 
 @cache
-def compiled_combine(machine: str, heads_q: int, head_dim: int, dtype: str, block_s: int) -> Any:
-    """The compiled combine kernel that merges ``block_s`` splits at a time."""
-    kernel = combine_kernel(MACHINES[machine], heads_q, head_dim, dtype, block_s, combine_threads(head_dim))
-    return _compile(MACHINES[machine], kernel, {})
+def compiled_combine(machine: str, heads_q: int, head_dim: int, dtype: str, many: bool) -> Any:
+    """The compiled combine kernel, for few splits or for many."""
+    target = MACHINES[machine]
+    if many:
+        kernel = many_combine_kernel(target, heads_q, head_dim, dtype, MANY_S, GROUPS)
+        return _compile(target, kernel, COMBINE_CONFIGS)
+    kernel = combine_kernel(target, heads_q, head_dim, dtype, BLOCK_S, combine_threads(head_dim))
+    return _compile(target, kernel, {})
 
 
 def pass_configs(machine: Machine, tile: Tile) -> dict[str, bool]:
@@ -598,22 +721,20 @@ def _compile(machine: Machine, kernel: Any, configs: Mapping[str, bool]) -> Any:
     return tilelang.compile(kernel, target="cuda", pass_configs=dict(configs))
 
 
-def combine(
-    partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: Tensor, block_s: int = BLOCK_S
-) -> None:
+def combine(partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: Tensor, many: bool = False) -> None:
     """Merge the partials of every sequence in ``merges``; launches only.
 
     Args:
-        partial: ``[slots, Hq, D]`` float32, contiguous: each split's normalised output.
+        partial: ``[slots, Hq, D]`` float32, contiguous, 16-byte aligned: each split's normalised output.
         lse: ``[slots, Hq]`` float32, contiguous, natural logarithm; -inf marks an empty split.
         merges: ``[merged sequences, 4]`` int32: :attr:`impls.splits.SplitTable.merges`.
         out: ``[B, Hq, D]``, contiguous; only the merged sequences' rows are written.
         out_lse: ``[B, Hq]`` float32, contiguous; likewise.
-        block_s: splits merged at a time, any number.
+        many: whether by the kernel for more than :data:`BLOCK_S` splits; either takes any number.
     """
     heads_q, head_dim = out.shape[1:]
     dtype = next(name for name, torch_dtype in TORCH_DTYPES.items() if torch_dtype == out.dtype)
-    kernel = compiled_combine(choose_machine(out.device).name, heads_q, head_dim, dtype, block_s)
+    kernel = compiled_combine(choose_machine(out.device).name, heads_q, head_dim, dtype, many)
     kernel(partial, lse, merges, out, out_lse)
 
 
@@ -631,11 +752,12 @@ class Decision:
     tile: Tile
     splitting: Splitting
 
-    def block_s(self, head_dim: int) -> int | None:
-        """Splits that the combine kernel merges at a time; None where there is nothing for it."""
+    @property
+    def many_splits(self) -> bool | None:
+        """Whether the combine kernel has more than :data:`BLOCK_S` splits to merge; None where it has nothing."""
         if self.splitting.exchange or not self.splitting.slots:
             return None
-        return many_splits(head_dim) if self.splitting.table.splits_max > BLOCK_S else BLOCK_S
+        return self.splitting.table.splits_max > BLOCK_S
 
 
 def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar], sms: int) -> Decision:
@@ -689,8 +811,8 @@ class TileLangPlan(SplitKVPlan):
         if all(choice[name] is None for name in TILE_TUNING):
             compile_ahead(machine.name, *shape, dtype, decision.tiles)
         self._split = compiled_split(machine.name, *shape, dtype, tile, self._cluster, self._exchange)
-        if (block_s := decision.block_s(problem.head_dim)) is not None:
-            self._combine = compiled_combine(machine.name, problem.heads_q, problem.head_dim, dtype, block_s)
+        if (many := decision.many_splits) is not None:
+            self._combine = compiled_combine(machine.name, problem.heads_q, problem.head_dim, dtype, many)
         self.config = {
             "library": "tilelang",
             "version": tilelang.__version__,
@@ -778,8 +900,10 @@ class TileLangSplitKV:
         def kernel(choice: Mapping[str, Scalar]) -> str:
             decision = decide(machine, problem, {**TUNING, **choice}, sms)
             splitting = decision.splitting
-            combine = decision.block_s(problem.head_dim)
-            return f"{decision.tile}, cluster {splitting.cluster}, exchange {splitting.exchange}, combine {combine}"
+            many = decision.many_splits
+            return (
+                f"{decision.tile}, cluster {splitting.cluster}, exchange {splitting.exchange}, many splits {many}"
+            )
 
         return configurations(SPACE, refusal, kernel)
 

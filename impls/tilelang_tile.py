@@ -263,5 +263,10 @@ def at_once(machine: Machine, problem: DecodeProblem, tile: Tile, sms: int) -> i
 
 
 def combine_threads(head_dim: int) -> int:
-    """Threads of a combine CTA: up to 128, each with as many columns as the others."""
+    """Threads of a combine CTA for few splits: up to 128, each with as many columns as the others."""
     return 128 if head_dim <= 128 else math.gcd(head_dim, 128)
+
+
+def combine_columns(head_dim: int) -> int:
+    """Columns of a combine CTA for many splits: 32, the 128 bytes of a cache line, or the 16 that divide 80."""
+    return math.gcd(head_dim, 32)

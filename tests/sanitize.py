@@ -62,7 +62,13 @@ BRANCHES = (
     Branch(
         covers="more splits than are merged at a time",
         kv_lens=(300,),
-        tuning={"num_splits": 70, "merge": "combine"},
+        tuning={"num_splits": 140, "merge": "combine"},
+    ),
+    Branch(
+        covers="many splits of a head dim that 32 does not divide",
+        kv_lens=(300, 20),
+        shape=(6, 2, 80, "bfloat16"),
+        tuning={"num_splits": 20, "merge": "combine"},
     ),
     Branch(covers="more splits than an exchange reads at a time", kv_lens=(300,), tuning={"num_splits": 40}),
     Branch(covers="clusters that merge by themselves", kv_lens=(300, 310, 4), tuning={"num_splits": 4}),

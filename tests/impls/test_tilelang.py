@@ -129,18 +129,96 @@ def test_a_warp_clears_rows_of_v_by_itself_only_where_no_other_reads_them(group:
 
 @pytest.mark.parametrize("machine", ["sm_90a", "sm_80"])
 @pytest.mark.parametrize("head_dim", tilelang_splitkv.HEAD_DIMS)
-@pytest.mark.parametrize("many", [False, True])
-def test_combine_lowers(machine: str, head_dim: int, many: bool) -> None:
+def test_combine_lowers(machine: str, head_dim: int) -> None:
+    target = tilelang_splitkv.MACHINES[machine]
     threads = tilelang_splitkv.combine_threads(head_dim)
-    block_s = tilelang_splitkv.many_splits(head_dim) if many else tilelang_splitkv.BLOCK_S
-    kernel = tilelang_splitkv.combine_kernel(
-        tilelang_splitkv.MACHINES[machine], 32, head_dim, "bfloat16", block_s, threads
-    )
+    kernel = tilelang_splitkv.combine_kernel(target, 32, head_dim, "bfloat16", tilelang_splitkv.BLOCK_S, threads)
     with tvm.target.Target({"kind": "cuda", "arch": machine}):
         source = tilelang.lower(kernel).kernel_source
     assert "combine_kernel" in source
     assert "blockIdx.y" not in source
     assert "__syncthreads" not in source  # each thread merges columns of its own
+
+
+@pytest.mark.parametrize("machine", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("head_dim", tilelang_splitkv.HEAD_DIMS)
+def test_combine_of_many_splits_lowers(machine: str, head_dim: int) -> None:
+    target = tilelang_splitkv.MACHINES[machine]
+    kernel = tilelang_splitkv.many_combine_kernel(
+        target, 32, head_dim, "bfloat16", tilelang_splitkv.MANY_S, tilelang_splitkv.GROUPS
+    )
+    with (
+        tvm.transform.PassContext(opt_level=3, config=tilelang_splitkv.COMBINE_CONFIGS),
+        tvm.target.Target({"kind": "cuda", "arch": machine}),
+    ):
+        source = tilelang.lower(kernel).kernel_source
+    assert "combine_kernel" in source
+    assert source.count("*(float4*)(Partial + ") == 1  # 16 bytes a load
+    assert source.count("__syncthreads") == 1  # where the groups meet
+    assert "slots" not in source  # the count of splits guards a load, and nothing else
+    assert all("blockIdx.y" not in line for line in source.splitlines() if "Merges[" in line)  # it ends at 65535
+    if machine == "sm_90a":
+        before, after = source.split("cudaGridDependencySynchronize();")
+        assert "Merges[" in before
+        assert "Partial_lse[" not in before
+        assert "Merges[" not in after
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 192])
+@pytest.mark.parametrize("many", [False, True])
+def test_either_combine_merges_any_number_of_splits(head_dim: int, many: bool, device: torch.device) -> None:
+    """Empty splits, whose partials are NaN, anywhere; all that is merged first; and whole sequences of them."""
+    counts = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 256, 257, 300]
+    empty = {len(counts): 33, len(counts) + 1: 130}
+    spare = 2  # slots before and after, which belong to nobody
+    slots = spare + sum(counts) + sum(empty.values()) + spare
+    generator = torch.Generator().manual_seed(5)
+    partial = torch.randn((slots, 3, head_dim), generator=generator)
+    lse = 4 * torch.randn((slots, 3), generator=generator)
+    keyless = torch.rand((slots, 3), generator=generator) < 0.3
+    first = spare
+    rows = []
+    for b, count in enumerate([*counts, *empty.values()]):
+        rows.append((b, first, count, 0))
+        if b in empty:
+            keyless[first : first + count] = True
+        elif count > tilelang_splitkv.MANY_S:
+            keyless[first : first + tilelang_splitkv.MANY_S, 1] = True
+        first += count
+    lse[keyless] = -torch.inf
+    partial[keyless] = torch.nan
+    for edge in (slice(spare), slice(first, None)):
+        partial[edge], lse[edge] = torch.nan, 100.0
+    out = torch.full((len(rows) + 1, 3, head_dim), torch.nan, device=device)
+    out_lse = torch.full((len(rows) + 1, 3), torch.nan, device=device)
+    merges = torch.tensor(rows, dtype=torch.int32, device=device)
+    tilelang_splitkv.combine(partial.to(device), lse.to(device), merges, out, out_lse, many)
+    out, out_lse = out.cpu(), out_lse.cpu()
+    for b, first, count, _ in rows:
+        scores = lse[first : first + count].double()
+        total = torch.logsumexp(scores, 0)
+        weights = torch.where(scores > -torch.inf, (scores - total).exp(), 0.0)
+        want = (weights[..., None] * partial[first : first + count].double().nan_to_num()).sum(0)
+        torch.testing.assert_close(out[b].double(), want, atol=5e-6, rtol=5e-6)
+        torch.testing.assert_close(out_lse[b].double(), total, atol=5e-6, rtol=5e-6)
+    assert not out[list(empty)].any()
+    assert torch.isneginf(out_lse[list(empty)]).all()
+    assert out[len(rows)].isnan().all()  # a row that no merge names stays as it is
+    assert out_lse[len(rows)].isnan().all()
+
+
+@pytest.mark.parametrize(("splits", "many"), [(16, False), (17, True), (140, True)])
+def test_a_plan_takes_the_combine_for_as_many_splits_as_it_has(
+    splits: int, many: bool, device: torch.device
+) -> None:
+    problem = DecodeProblem(kv_lens=(300, 9), heads_q=4, heads_kv=2, head_dim=64, dtype="float16")
+    tuning = {"num_splits": splits, "merge": "combine"}
+    machine, sms = tilelang_splitkv.choose_machine(device), tilelang_splitkv.sms_of(device)
+    choice = {**tilelang_splitkv.TUNING, **tuning}
+    assert tilelang_splitkv.decide(machine, problem, choice, sms).many_splits is many
+    inputs = make_inputs(problem, 0, device)
+    result = check_plan(tilelang_splitkv.TileLangSplitKV().plan(problem, device, tuning), inputs, reference(inputs))
+    assert result.ok, result.reason
 
 
 FAULTS = {
