@@ -84,7 +84,7 @@ def _with_splits(advice: Advice, impl: str) -> str:
         splits = ", ".join(f"{n} of {length:,} keys" for length, n in items[:LENGTHS_SHOWN])
         if len(items) > LENGTHS_SHOWN:
             splits += f", {min(counts.values())} at least"
-    told = f"{impl}, num_splits auto: {splits}; {advice.ctas[impl]:,} CTAs (tile as on {advice.tiles[impl]})"
+    told = f"{impl}, num_splits auto: {splits}; {advice.ctas[impl]:,} CTAs ({advice.tiles[impl]})"
     better = [row for row in advice.tuning.get(impl, ()) if row.regret is not None]
     if better:
         worst = max(better, key=lambda row: row.regret.median if row.regret else 0.0)

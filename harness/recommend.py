@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness import stats
 from harness.record import READ_CEILING, STREAM_READ, TUNING_FILE, Record, RecordError, read, records_file
@@ -28,6 +28,9 @@ from harness.render.rows import add_ratios, device_of, newest, row_of, smallest_
 from harness.tuning import Tuned, tuned
 from impls.catalog import ABLATIONS, OURS
 from impls.problem import DecodeProblem
+
+if TYPE_CHECKING:
+    from impls.splitkv_plan import Splitting
 
 NEAREST = 3
 """Recorded cases that an expectation is made of."""
@@ -37,7 +40,7 @@ FAR = 2.0
 
 
 RING_KEYS = 256
-"""Keys of TileLang's whole ring at head dim 128: :func:`impls.tilelang_tile.takes_half`."""
+"""Keys of TileLang's whole ring at head dim 128: :func:`impls.tilelang_tile.ring_share`."""
 
 OTHER_WORK = "which is another shape or kind of work: the kernel may take another tile, and other counts"
 """Said of a tile that stands in for one that no record has."""
@@ -100,8 +103,8 @@ class Advice:
             on another of the nearest it is faster.
         splits: implementation -> (length -> splits), for ours among the first and its ties, with the CTAs of all.
         ctas: implementation -> CTAs of its split kernel.
-        tiles: implementation -> the case whose tile that is computed with, and a word of doubt where the kernel may
-            choose another.
+        tiles: implementation -> where the tile comes from that this is computed with, in words: its rule, or the
+            case that has it, and a word of doubt where the kernel may choose another.
         far: why this is an extrapolation; empty where it is none.
         tuning: implementation -> what a tuning found on the nearest cases, where there was one.
         coverage: of the first place, as of :func:`coverage`.
@@ -150,8 +153,9 @@ def recommend(problem: DecodeProblem, folder: Path) -> Advice:
     for made in ranking:
         if made.impl in OURS and made.impl in (first.impl, *ties):
             tile, sure = tile_of(problem, made.impl, seen, sm_count)
-            splits[made.impl], ctas[made.impl] = splits_of(problem, tile.configs[made.impl], sm_count)
-            tiles[made.impl] = tile.name if sure else f"{tile.name}, {OTHER_WORK}"
+            splits[made.impl], ctas[made.impl], exact = splits_of(problem, tile.configs[made.impl], sm_count)
+            like = f"tile as on {tile.name}"
+            tiles[made.impl] = "by its rule" if exact else like if sure else f"{like}, {OTHER_WORK}"
     path = folder / TUNING_FILE
     known = tuned(read(path)) if path.exists() else []
     names = [case.name for case in first.cases]
@@ -344,24 +348,54 @@ def tile_of(problem: DecodeProblem, impl: str, seen: Sequence[Seen], sm_count: i
     return ring, bool(alike)
 
 
-def splits_of(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) -> tuple[dict[int, int], int]:
-    """Length -> splits, the longest first, and CTAs: the kernel's own rule with the tile of a recorded plan."""
-    # Imports torch, which takes a second or two.
-    from impls.splitkv_plan import SPLIT_TUNING, choose_splits, split_limits
+def splits_of(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) -> tuple[dict[int, int], int, bool]:
+    """Length -> splits, the longest first; CTAs; and whether the tile is the rule's too, not that of another plan.
 
-    limits = split_limits(
-        sm_count, problem, block_n=tile["block_n"], num_stages=tile.get("num_stages", 1), tma=bool(tile.get("tma"))
-    )
-    per_split = problem.tiles_per_split(tile["block_h"])
-    table = choose_splits(
-        problem,
-        SPLIT_TUNING,
-        sm_count=sm_count,
-        tiles_per_split=per_split,
-        **limits._asdict(),
-    )
+    The splits are the rule's own, with the tile of a recorded plan; TileLang's rule has the tile too, where that
+    library is installed. Triton's takes somewhat fewer splits where
+    they can merge without a kernel of their own; here that is where the SMs hold a CTA each, for how many more one
+    holds is not in a record.
+    """
+    # Imports torch, which takes a second or two.
+    from impls.splitkv_plan import SPLIT_TUNING, choose_splits, split_limits, stays_whole
+
+    if (made := _by_tilelang(problem, tile, sm_count)) is not None:
+        table, per_split = made.table, made.tiles_per_split
+    else:
+        limits = split_limits(
+            sm_count,
+            problem,
+            block_n=tile["block_n"],
+            num_stages=tile.get("num_stages", 1),
+            tma=bool(tile.get("tma")),
+        )
+        per_split = problem.tiles_per_split(tile["block_h"])
+        whole = tile.get("library") == "triton" and stays_whole(problem, SPLIT_TUNING, sm_count)
+        table = choose_splits(
+            problem,
+            {**SPLIT_TUNING, "num_splits": 1} if whole else SPLIT_TUNING,
+            sm_count=sm_count,
+            tiles_per_split=per_split,
+            **limits._asdict(),
+            at_once=sm_count,
+        )
     counts = dict(sorted(zip(problem.kv_lens, table.counts.tolist(), strict=True), reverse=True))
-    return counts, table.splits * per_split
+    return counts, table.splits * per_split, made is not None
+
+
+def _by_tilelang(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) -> Splitting | None:
+    """What TileLang's rule makes of a problem on the machine of a recorded plan; None where nobody can be asked."""
+    from impls.contract import ImplUnavailable
+
+    if tile.get("library") != "tilelang":
+        return None
+    try:
+        from impls import tilelang_splitkv
+        from impls.tilelang_machines import MACHINES
+    except ImplUnavailable:
+        return None
+    machine = MACHINES[tile["machine"]]
+    return tilelang_splitkv.decide(machine, problem, tilelang_splitkv.TUNING, sm_count).splitting
 
 
 def _far(problem: DecodeProblem, cases: Sequence[Seen]) -> Iterable[str]:

@@ -255,6 +255,12 @@ def work_of(problem: DecodeProblem, sms: int) -> str:
     return "steady" if 2 * keys * problem.head_dim * problem.element_bytes > STEADY_BYTES else "even"
 
 
+def stays_whole(problem: DecodeProblem, choice: Mapping[str, Scalar], sms: int) -> bool:
+    """Whether Triton's rule splits nothing: packed work of over a CTA an SM, all of it on the device at once."""
+    free = choice["num_splits"] == "auto" and choice["waves"] is None
+    return free and problem.batch * problem.heads_kv > sms and work_of(problem, sms) == "packed"
+
+
 def upload(rows: Int32Array, device: torch.device) -> Tensor:
     """``rows`` on the device, without waiting for it; a GPU copies them before later work of the current stream.
 

@@ -57,6 +57,7 @@ from impls.splitkv_plan import (
     Splitting,
     decide_splitting,
     split_limits,
+    stays_whole,
     work_of,
 )
 from impls.triton_launch import Launch
@@ -367,12 +368,6 @@ def decide(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Sc
         num_splits=1 if stays_whole(problem, choice, sms) else None,
         at_once=_at_once(problem, device, tile),
     )
-
-
-def stays_whole(problem: DecodeProblem, choice: Mapping[str, Scalar], sms: int) -> bool:
-    """Whether our rule splits nothing: packed work of over a CTA an SM, all of which fit the device at once."""
-    free = choice["num_splits"] == "auto" and choice["waves"] is None
-    return free and problem.batch * problem.heads_kv > sms and work_of(problem, sms) == "packed"
 
 
 def _at_once(problem: DecodeProblem, device: torch.device, tile: Tile) -> int:
