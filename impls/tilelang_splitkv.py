@@ -1,11 +1,11 @@
-"""Split-KV decode attention in TileLang: one split kernel, one combine kernel, packed variable-length K and V.
+"""Split-KV decode attention in TileLang: a split kernel, a combine kernel, packed variable-length K and V.
 
 Algorithm. A table made on the host (:mod:`impls.splits`) cuts every sequence's keys into splits. The split
 kernel runs one CTA per (split, KV head, head tile). It streams the split's K and V once, in tiles of
 ``block_n`` keys, through an online softmax in base 2 over ``block_h`` query heads that share the KV head. A
 sequence's only split writes the output itself; otherwise each split writes a *normalised* float32 partial
-and its natural-log LSE, and the combine kernel merges a sequence's partials, all splits side by side, with
-weights ``exp(lse_s - lse)``. Without merges there is no second launch.
+and its natural-log LSE, and the combine kernel (one for few splits, one for many) merges a sequence's partials,
+splits side by side, with weights ``exp(lse_s - lse)``. Without merges there is no second launch.
 
 Clusters. On sm_90a, where all sequences have the same number of splits and their clusters fit the device at once,
 the splits of a sequence are one thread block cluster and merge by themselves, through distributed shared memory
@@ -24,13 +24,13 @@ refilled. With 64 heads there is one part, and on sm_90a both products are ``wgm
 :mod:`impls.tilelang_tile`.
 
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
-fills the SMs (on sm_90a half of them, if all sequences are equally long and the head dim is from 65 to 128: they
-read as fast), or a few rounds where that ends sooner (:func:`impls.splits.balanced_counts`); an integer gives every
-sequence that many. The lengths reach the kernel only through the table, whose rows come from the same prefix sums
+fills the SMs (on sm_90a half of them, if splits are equally long and the head dim is from 65 to 128: they read as
+fast), or a few rounds where that ends sooner (:func:`impls.splits.balanced_counts`); an integer gives every sequence
+that many. The lengths reach the kernel only through the table, whose rows come from the same prefix sums
 as ``cu_seqlens_k``: one row of 16 bytes, or 32 in an exchange, says where a CTA's keys are, without a chain of
 dependent loads.
 
-Machines. The two ``prim_func`` bodies serve sm_90a, sm_80 and the CPU (TileLang's C target). All that differs
+Machines. The ``prim_func`` bodies serve sm_90a, sm_80 and the CPU (TileLang's C target). All that differs
 is the :mod:`impls.tilelang_machines` object passed in. On the CPU, bfloat16 inputs compute in float32.
 
 Differences from TileLang's official GQA decode example (``example_gqa_decode.py``): K and V are packed and

@@ -70,14 +70,16 @@ def test_a_settled_question_stays_settled(grid: tuple[Schedule, int]) -> None:
     assert (schedule.lower, schedule.upper) == (end, end)
 
 
-@given(grids(), grids())
-def test_which_ends_first_is_what_settled_ends_say(a: tuple[Schedule, int], b: tuple[Schedule, int]) -> None:
+@given(grids(), grids(), st.sampled_from([0.0, 10.0, 1000.0]))
+def test_which_ends_first_is_what_settled_ends_say(
+    a: tuple[Schedule, int], b: tuple[Schedule, int], more: float
+) -> None:
     first, second = a[0], b[0]
-    answer = first.ends_before(second, 0.98)
+    answer = first.ends_before(second, 0.98, later=more)
     later = first.may_end_after(second.even_share)
     first.settle()
     second.settle()
-    assert answer == (first.upper < 0.98 * second.upper)
+    assert answer == (first.upper + more < 0.98 * second.upper)
     assert later or first.upper <= second.even_share
 
 
