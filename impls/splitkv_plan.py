@@ -56,6 +56,9 @@ an H200 (``reports/NOTES.md``)."""
 TINY_KEYS = 256
 """Keys of a CTA up to which its start and end are most of its time."""
 
+ALONE_BYTES = 114 << 10
+"""K and V in the ring of a CTA above which no two CTAs fit an SM of sm_90."""
+
 COMBINE_BYTES = 50 << 10
 """What a combine kernel costs in all, as bytes that an SM could have read meanwhile: about 1.5 µs on an H200."""
 
@@ -167,11 +170,11 @@ def split_limits(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: 
     :data:`IN_FLIGHT_BYTES` an SM on their way; but for heads wider than 128, with more to compute for each byte.
     One that loads by ``cp.async`` splits down to a tile; up to head dim 64 its tiles are so small that two and more
     CTAs share an SM (Triton's on sm_90; TileLang's on an A100 too, but not where an SM has 100 KiB), which counts
-    for long work.
+    for long work and for more sequences than an SM each.
 
-    Somewhat fewer CTAs that make one round are weighed where a second one cannot hide: above head dim 128 with TMA,
-    where a CTA has an SM to itself; for sequences about equally long; and for so little work that starting a CTA
-    costs more than it reads.
+    Somewhat fewer CTAs that make one round are weighed where a second one cannot hide: where a CTA has an SM to
+    itself (:data:`ALONE_BYTES`); for sequences about equally long; and for so little work that starting a CTA costs
+    more than it reads.
 
     Args:
         sms: SMs of the device.
@@ -180,12 +183,14 @@ def split_limits(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: 
         num_stages: tiles of the ring.
         tma: whether the ring is filled by TMA.
     """
-    one_round = alike(problem) or not share_exceeds(problem, sms, TINY_KEYS)
+    ring_bytes = 2 * block_n * (num_stages if tma else num_stages - 1) * problem.head_dim * problem.element_bytes
+    one_round = alike(problem) or ring_bytes > ALONE_BYTES or not share_exceeds(problem, sms, TINY_KEYS)
     if not tma:
-        together = 2 if problem.head_dim <= 64 and work_of(problem, sms) == "long" else 1
+        several = problem.batch * problem.heads_kv >= sms or work_of(problem, sms) == "long"
+        together = 2 if problem.head_dim <= 64 and several else 1
         return Limits(block_n, together=together, one_round=one_round)
     if problem.head_dim > 128:
-        return Limits(block_n * num_stages, one_round=True)
+        return Limits(block_n * num_stages, one_round=one_round)
     enough = full_speed_ctas(sms, problem, block_n=block_n, num_stages=num_stages)
     return Limits(block_n * num_stages, enough, one_round=one_round)
 
@@ -207,12 +212,16 @@ def short_keys(problem: DecodeProblem) -> int:
 
 
 def few_unlike(problem: DecodeProblem, sms: int) -> bool:
-    """Whether a few sequences of different lengths are short work: fewer than SMs, up to :data:`SHORT_BYTES` an SM.
+    """Whether a few sequences of different lengths are short work.
 
-    No round of CTAs holds their splits evenly; of shorter tiles, several CTAs share an SM and even that out.
+    Fewer CTAs than SMs, and up to :data:`SHORT_BYTES` an SM; up to head dim 64 also fewer than twice as many, with
+    up to half as much an SM. No round of CTAs holds their splits evenly; of shorter tiles, several CTAs share an SM
+    and even that out.
     """
-    ctas = problem.batch * problem.heads_kv
-    return not alike(problem) and ctas < sms and not share_exceeds(problem, sms, short_keys(problem))
+    ctas, short = problem.batch * problem.heads_kv, short_keys(problem)
+    few = ctas < sms and not share_exceeds(problem, sms, short)
+    small = problem.head_dim <= 64 and ctas < 2 * sms and not share_exceeds(problem, sms, short // 2)
+    return not alike(problem) and (few or small)
 
 
 def crowd(problem: DecodeProblem, sms: int) -> bool:
@@ -256,7 +265,7 @@ def work_of(problem: DecodeProblem, sms: int) -> str:
 
 
 def stays_whole(problem: DecodeProblem, choice: Mapping[str, Scalar], sms: int) -> bool:
-    """Whether Triton's rule splits nothing: packed work of over a CTA an SM, all of it on the device at once."""
+    """Whether nothing is split: packed work of over a CTA an SM, all of it on the device at once."""
     free = choice["num_splits"] == "auto" and choice["waves"] is None
     return free and problem.batch * problem.heads_kv > sms and work_of(problem, sms) == "packed"
 

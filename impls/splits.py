@@ -31,7 +31,7 @@ DIRECT = -1
 MAX_SPLITS = 128
 """The most splits that ``auto`` gives one sequence."""
 
-EVEN_WAVES = (1, 2, 3)
+EVEN_WAVES = (1, 2, 3, 4, 5)
 """Rounds of CTAs that :func:`even_splits` weighs."""
 
 WAVES = (1, 1.5, 2, 3, 4)
@@ -43,6 +43,9 @@ WORTHWHILE = 0.98
 
 SLIGHTLY = 1.2
 """CTAs, of those that run at once, up to which it is asked whether somewhat fewer would not make one round."""
+
+LESS = (0.95, 0.9, 0.8)
+"""For how many CTAs, of those, that is then tried."""
 
 FEW = 3
 """Splits up to which it is asked whether whole sequences would not end as soon, with nothing to merge."""
@@ -186,6 +189,11 @@ def _rounded(twice: Int64Array, chunk: int, merging: float = 0.0) -> Int64Array:
     return _capped(counts, twice // 2, merging)
 
 
+def _nearest(keys: int, chunk: int) -> int:
+    """``keys`` in chunks, rounded half up, at least 1."""
+    return max(1, (2 * keys + chunk) // (2 * max(1, chunk)))
+
+
 def _capped(counts: Int64Array, lens: Int64Array, merging: float) -> Int64Array:
     """``counts``, changed to no more than what is worth merging."""
     np.maximum(counts, 1, out=counts)
@@ -229,10 +237,10 @@ def balanced_counts(
     and shorter splits, handed out longest first, even that out. :class:`impls.makespan.Schedule` tells which
     it is; most batches are decided by what every schedule must take, an even share and the longest split.
 
-    Equally long sequences leave nothing to even out. They need only as many splits as read at the memory's full
-    speed, ``enough``: every further one is one more to merge. So do others, if so few splits are about equally long
-    (:data:`EVEN`). Where ``enough`` is not known, equally long sequences get as many splits as whole rounds of CTAs
-    end first with (:func:`even_splits`).
+    Equally long sequences leave nothing to even out. In one round they need only as many splits as read at the
+    memory's full speed, ``enough``: every further one is one more to merge. So do others, if so few splits are
+    about equally long (:data:`EVEN`). Where ``enough`` is not known, or one round does not hold them, equally long
+    sequences get as many splits as whole rounds of CTAs end first with (:func:`even_splits`).
 
     No sequence gets more splits than are worth merging (:func:`most_splits`), and none is split at all where that
     ends no sooner than merging takes. Where one round of the shortest splits holds everything, no split is longer.
@@ -262,10 +270,13 @@ def balanced_counts(
     longest = lens.item(at := lens.argmax()) if total else 0
     work = total * tiles_per_split
     if longest * len(lens) == total:
-        if enough is not None:
-            return _rounded(twice, _chunk(work, enough, min_keys), merging)
         whole = len(lens) * tiles_per_split
-        splits = even_splits(longest, whole, ctas=ctas, min_keys=min_keys, overhead=overhead, merging=merging)
+        if enough is not None and 0 < whole <= ctas:
+            splits = min(
+                -(-enough // whole), ctas // whole, _nearest(longest, min_keys), most_splits(longest, merging)
+            )
+        else:
+            splits = even_splits(longest, whole, ctas=ctas, min_keys=min_keys, overhead=overhead, merging=merging)
         return np.full_like(lens, splits)
     negative = -lens  # minus the floor of minus a quotient is its ceiling
     if enough is not None and EVEN * lens.item(lens.argmin()) >= (chunk := _chunk(work, enough, min_keys)):
@@ -288,10 +299,13 @@ def balanced_counts(
         counts = _rounded(twice, _chunk(work, ctas * fewest, min_keys), merging)
     best, best_counts, splits = schedule(counts), counts, int(counts.sum())
     if one_round and ctas < splits * tiles_per_split <= SLIGHTLY * ctas:
-        counts = _capped(lens // _chunk(work, ctas, min_keys), lens, merging)
-        fitting = schedule(counts)
-        if int(counts.sum()) * tiles_per_split <= ctas and fitting.ends_before(best, 1.0):
-            best, best_counts, splits = fitting, counts, int(counts.sum())
+        for places in LESS:
+            counts = _rounded(twice, _chunk(work, int(places * ctas), min_keys), merging)
+            if int(counts.sum()) * tiles_per_split <= ctas:
+                fitting = schedule(counts)
+                if fitting.ends_before(best, 1.0):
+                    best, best_counts, splits = fitting, counts, int(counts.sum())
+                break
     last = best
     for waves in WAVES:
         if waves <= fewest:
@@ -333,7 +347,7 @@ def exchangeable(lens: Int64Array, counts: Int64Array, *, most: int, saves: int,
 
 
 def even_splits(keys: int, whole: int, *, ctas: int, min_keys: int, overhead: int, merging: float = 0.0) -> int:
-    """Splits of equally long sequences with which the last of up to three rounds of CTAs ends first.
+    """Splits of equally long sequences with which the last of up to five rounds of CTAs ends first.
 
     ``n`` splits make ``ceil(n * whole / ctas)`` rounds of ``ceil(keys / n)`` keys and the overhead each. A further
     round must be worth its while.

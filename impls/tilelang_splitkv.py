@@ -25,8 +25,8 @@ refilled. With 64 heads there is one part, and on sm_90a both products are ``wgm
 
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
 fills the SMs (on sm_90a half of them, if splits are equally long and the head dim is from 65 to 128: they read as
-fast), or a few rounds where that ends sooner (:func:`impls.splits.balanced_counts`); an integer gives every sequence
-that many. The lengths reach the kernel only through the table, whose rows come from the same prefix sums
+fast), or a few rounds where that ends sooner (:func:`impls.splits.balanced_counts`); an integer gives every
+sequence that many. The lengths reach the kernel only through the table, whose rows come from the same prefix sums
 as ``cu_seqlens_k``: one row of 16 bytes, or 32 in an exchange, says where a CTA's keys are, without a chain of
 dependent loads.
 
@@ -64,6 +64,7 @@ from impls.splitkv_plan import (
     Splitting,
     decide_splitting,
     split_limits,
+    stays_whole,
 )
 
 try:
@@ -770,6 +771,9 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
     tiles = ring_tiles(machine, problem, choice)
     tile = tiles[ring_share(problem, choice, tiles[2], sms) if 2 in tiles else 1]
     limits = split_limits(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=machine.tma)
+    num_splits = clustered_splits(machine, problem, choice, tile, sms=sms)
+    if problem.head_dim <= 128 and machine.tma and stays_whole(problem, choice, sms):
+        num_splits = 1
     # Who asks for another way to merge has said no to clusters.
     asked = 1 if choice["cluster"] is None and choice["merge"] != "auto" else choice["cluster"]
     splitting = decide_splitting(
@@ -778,7 +782,7 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
         sm_count=sms,
         tiles_per_split=problem.tiles_per_split(tile.block_h),
         limits=limits,
-        num_splits=clustered_splits(machine, problem, choice, tile, sms=sms),
+        num_splits=num_splits,
         choose_cluster=lambda counts: choose_cluster(machine, problem, tile, asked, counts, sms=sms),
         at_once=at_once(machine, problem, tile, sms),
     )

@@ -123,9 +123,10 @@ def ring_share(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile,
 
     Less than the whole ring lets several CTAs share an SM, where they hide each other's start and end, and wastes
     less at the ends of short sequences. Crowds (:func:`impls.splitkv_plan.crowd`) take half up to head dim 128, and
-    a quarter up to 64. Packed work (:func:`impls.splitkv_plan.work_of`) takes half; from head dim 65 to 128 only if
-    the sequences are no longer than four whole rings. A few sequences of different lengths take half from head dim
-    65 to 128, unless an SM's share of all fits the whole ring: then there is nothing to even out.
+    a quarter up to 64. Packed work (:func:`impls.splitkv_plan.work_of`) takes half, or a quarter up to head dim 64
+    with over three CTAs an SM; from head dim 65 to 128 only if the sequences are no longer than four whole rings. A
+    few sequences of different lengths take half from head dim 65 to 128, unless an SM's share of all fits the whole
+    ring: then there is nothing to even out.
 
     For sequences about equally long, so many that each CTA may read a whole one in the only round: if half of the
     ring in one CTA an SM is enough for the memory's full speed, the other half is longer on its way and ends in
@@ -147,8 +148,10 @@ def ring_share(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile,
     if work == "crowd":
         return 4 if problem.head_dim <= 64 else 2 if problem.head_dim <= 128 else 1
     if work == "packed":
+        if problem.head_dim <= 64:
+            return 2 if ctas <= 3 * sms else 4
         short = problem.total_kv <= 4 * ring * problem.batch
-        return 2 if short or not 64 < problem.head_dim <= 128 else 1
+        return 2 if short or problem.head_dim > 128 else 1
     if problem.head_dim > 128:
         return 1
     if problem.head_dim <= 64:

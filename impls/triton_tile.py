@@ -86,7 +86,7 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
     costs more than it brings.
 
     ``eager``: where CTAs start often enough for their start to matter and no neighbour hides it, which is for all
-    but crowds, packed and steady work; only for 16 rows, and not for float32.
+    but crowds and steady work and, above head dim 64, packed work; only for 16 rows, and not for float32.
 
     All this is measured: ``reports/NOTES.md``.
     """
@@ -109,7 +109,8 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
             stages += even or work == "crowd" or (small and work in ("short", "few", "even"))
     block_h = positive(choice, "block_h", block_h)
     can = block_h == 16 and problem.dtype != "float32"
-    eager = work not in ("crowd", "packed", "steady") if choice["eager"] is None else choice["eager"]
+    hidden = work in ("crowd", "steady") or (work == "packed" and block_d(problem.head_dim) > 64)
+    eager = not hidden if choice["eager"] is None else choice["eager"]
     if not isinstance(eager, bool):
         raise ValueError(f"eager: expected true, false or none, got {eager!r}")
     return Tile(

@@ -29,8 +29,9 @@ def impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Dec
     properties = SimpleNamespace(multi_processor_count=SM_COUNT, shared_memory_per_block_optin=SHARED_BYTES)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    asked = {"multiprocessor_count": SM_COUNT, "max_shared_mem": SHARED_BYTES}
+    asked = {"multiprocessor_count": SM_COUNT, "max_shared_mem": SHARED_BYTES, "max_num_regs": 65536}
     monkeypatch.setattr(triton_tile, "_device_properties", lambda device: asked)
+    monkeypatch.setattr(triton_splitkv, "INTERPRETED", False)
     return load(request.param)
 
 

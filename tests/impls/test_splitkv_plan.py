@@ -113,9 +113,11 @@ def test_what_reads_at_full_speed_is_bytes_in_flight_and_not_ctas() -> None:
     [
         ((20_000,) * 15 + (90_000,) * 2, 128, True, 1, False),
         ((20_000,) * 15 + (90_000,) * 2, 256, True, 1, True),  # a CTA has an SM to itself
+        ((20_000,) * 15 + (90_000,) * 2, 256, False, 1, True),
         ((20_000,) * 15 + (90_000,) * 2, 128, False, 1, False),
         ((20_000,) * 15 + (90_000,) * 2, 64, False, 2, False),  # two CTAs share an SM
         ((600, 6000, 2000), 64, False, 1, False),  # short
+        ((100,) * 30 + (1000,), 64, False, 2, True),  # tiny, but more CTAs than SMs
         ((300, 700), 64, False, 1, True),  # tiny
         ((20_000,) * 3 + (20_400,) * 3, 128, False, 1, True),  # about equally long
     ],

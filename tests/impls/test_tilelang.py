@@ -354,6 +354,7 @@ def taken(machine: str, shape: DecodeProblem, **chosen: Scalar) -> tuple[int, in
         ((430,) * 50, (32, 8), 128, (64, 2)),  # packed
         ((1877,) * 37, (32, 8), 128, None),
         ((1877,) * 37, (32, 8), 64, (128, 2)),
+        ((911,) * 50, (32, 8), 64, (64, 2)),  # over three CTAs an SM
         ((1877,) * 37, (32, 8), 256, (64, 1)),
     ],
 )
