@@ -79,6 +79,7 @@ def _write_report(folders: Sequence[Path]) -> tuple[Path, Comparison | None]:
             old.unlink()
         helper.begin(comparison, figures, FIGURES)
         repeat = read_repeat(comparison, target)
-        said = context(comparison, target, repeat) | {"deep": deep_check(target), "tuned": tuning_section(target)}
+        said = context(comparison, target, repeat) | {"deep": deep_check(target)}
+        said["tuned"] = tuning_section(target, comparison.own_configs())
         drawn = draw_all(comparison, figures, helper)
     return write_report(comparison, said, drawn, target), comparison

@@ -14,7 +14,7 @@ from harness.render.checks import in_short
 from harness.render.decisions import leaders, on_devices, paired, splits_text
 from harness.render.frame import Comparison, impl_of
 from harness.render.groups import curves_of
-from harness.render.text import cases_text, code, escape, join, linked, percent_text
+from harness.render.text import cases_text, code, escape, join, linked, number_text, percent_text
 from impls.catalog import ABLATIONS, OURS
 
 FEW_PEERS = 3
@@ -45,7 +45,25 @@ def headline(comparison: Comparison) -> list[str]:
             *_in_depth(comparison),
         ]
     about = [said] if (said := own_counts(comparison)) else []
-    return [*about, _who_leads(comparison), *_against_peers(comparison, ours), *_in_depth(comparison)]
+    speed = [_who_leads(comparison), *_against_peers(comparison, ours), *_plans(comparison, ours)]
+    return [*about, *speed, *_in_depth(comparison)]
+
+
+def _plans(comparison: Comparison, ours: Sequence[str]) -> list[str]:
+    """What times leave out that comes with new lengths."""
+    rows = comparison.impls[comparison.impls["label"] == comparison.impls["impl"]]
+    cost = {impl: us for impl, us in rows.groupby("impl", sort=False)["plan_us"].median().items() if us == us}
+    own = [f"{number_text(cost[impl], 3)} µs ({code(impl)})" for impl in ours if impl in cost]
+    peers = [cost[impl] for impl in peers_of(comparison) if impl in cost]
+    if not own:
+        return []
+    others = (
+        f"; peers take {number_text(min(peers), 3)} to {number_text(max(peers), 3)} µs" if len(peers) > 1 else ""
+    )
+    return [
+        "Times are of calls with a plan that is made: new lengths want a new one, once for all calls with them,"
+        f" which takes the host {join(own)} in the median{others}."
+    ]
 
 
 def _who_leads(comparison: Comparison) -> str:

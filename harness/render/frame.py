@@ -207,6 +207,16 @@ class Comparison:
         chosen = own_choices(self._first)
         return tuple(label for label in self.series if label in chosen)
 
+    def own_configs(self) -> dict[tuple[str, str], dict[str, str]]:
+        """(case, implementation) -> what its own choice came to, as text."""
+        found: dict[tuple[str, str], dict[str, str]] = {}
+        for row in self.impls.to_dict("records"):
+            if row["label"] == row["impl"] and row["config"]:
+                told = dict(part.split("=", 1) for part in row["config"].split(", "))
+                counts = {key: f"{row[key]:.0f}" for key in ("splits_max", "work_items")}
+                found[row["case"], row["impl"]] = told | counts
+        return found
+
     @property
     def has_fixed(self) -> bool:
         """Whether something is here at fixed split counts beside its own choice."""

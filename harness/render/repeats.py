@@ -30,6 +30,7 @@ from harness.render.text import (
     join,
     linked,
     percent_text,
+    us_interval_text,
     us_text,
 )
 from impls.catalog import OURS
@@ -412,7 +413,7 @@ def _timings(repeat: Repeat) -> Table:
                 row.status,
                 ABSENT if old is None else linked(us_text(old.us), old.anchor),
                 us_text(row.us),
-                ABSENT if math.isnan(row.us) else f"{us_text(row.us_low)} … {us_text(row.us_high)}",
+                ABSENT if math.isnan(row.us) else us_interval_text(row.us_low, row.us_high),
                 ABSENT if ratio is None else interval_text(ratio.median, ratio.low, ratio.high),
                 ABSENT if change is None or change.verdict is None else change.verdict,
                 code(row.run_id),

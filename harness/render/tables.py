@@ -46,6 +46,7 @@ from harness.render.text import (
     linked,
     number_text,
     small_text,
+    us_interval_text,
     us_text,
 )
 from harness.stats import CONFIDENCE, FASTER, SLOWER, TIE
@@ -417,7 +418,7 @@ def timings(comparison: Comparison, target: Path) -> Table:
             "implementation": code(row.label),
             "status": row.status,
             "µs": us_text(row.us),
-            "interval": ABSENT if math.isnan(row.us) else f"{us_text(row.us_low)} … {us_text(row.us_high)}",
+            "interval": ABSENT if math.isnan(row.us) else us_interval_text(row.us_low, row.us_high),
             "GB/s": number_text(row.gbps, 4),
             "TFLOP/s": number_text(row.tflops, 3),
             "% of bound": interval_text(row.share, row.share_low, row.share_high, places=1),

@@ -89,6 +89,11 @@ def us_text(us: float | None) -> str:
     return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 1000 else f"{us:,.0f}"
 
 
+def us_interval_text(low: float, high: float) -> str:
+    """The ends of an interval in µs, without the unit: a digit more than a time has."""
+    return " … ".join(f"{us:.3f}" if us < 10 else f"{us:.2f}" if us < 1000 else f"{us:,.1f}" for us in (low, high))
+
+
 def number_text(value: float | None, digits: int) -> str:
     """``value`` to that many significant digits, in full rather than with an exponent."""
     if value is None or math.isnan(value):

@@ -83,6 +83,29 @@ def test_the_section_names_its_device_versions_and_method(section: str) -> None:
     assert "[tuning.jsonl](tuning.jsonl)" in section
 
 
+def test_an_own_choice_that_has_changed_since_is_named(tmp_path: Path) -> None:
+    records = [
+        r | {"config": r["config"] | {"block_n": 64 if r["case"] == "b1_8k" else 128}}
+        if r.get("impl") == "triton-splitkv"
+        else r
+        for r in gpu_records()
+    ]
+    folder = write(tmp_path, records)
+    run = record.run_record("r1", "h200-decode", ENV, smallest_effect=0.01)
+    record.append(folder / "tuning.jsonl", run, *trials())
+    text = render_study([folder]).read_text(encoding="utf-8")
+    (said,) = re.findall(r"The measurements above ran another own choice than was tuned here: (.*)\.$", text, re.M)
+    assert r"`triton-splitkv` on `b1_8k` (block\_n 64, here 128)" in said
+    assert "`b1_1k`" not in said  # the same choice
+
+
+def test_only_own_choices_that_are_other_ones_are_named(section: str) -> None:
+    (said,) = re.findall(
+        r"The measurements above ran another own choice than was tuned here: (.*)\.$", section, re.M
+    )
+    assert said == r"`triton-splitkv` on `b8_512` (splits\_max 2, here 16)"
+
+
 @pytest.mark.parametrize("what", ["nothing", "cpu", "begun"])
 def test_without_a_tuning_on_a_gpu_there_is_no_section(tmp_path: Path, what: str) -> None:
     folder = write(tmp_path, gpu_records({"b1_8k": GPU_CASES["b1_8k"]}))

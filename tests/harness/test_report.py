@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,11 @@ def test_a_study_of_split_counts_counts_the_same_everywhere(tmp_path: Path) -> N
         "By its own choice of splits, `triton-splitkv` is the fastest, or ties with the fastest, on 1 of 1 case."
     )
     assert lines[6].startswith("Against `flash-attn-3` at its fastest split count, the only peer in this study, in")
+    plans = [r["plan_us"] for r in records if r.get("impl") == "triton-splitkv" and not r["config"].get("asked")]
+    assert lines[7].startswith(
+        "Times are of calls with a plan that is made: new lengths want a new one, once for all"
+    )
+    assert f" and {statistics.median(plans):.1f} µs (`triton-splitkv`) in the median." in lines[7]
     assert "| `triton-splitkv` | [1 of 1](#measurements) | 1 of 1 | 1 of 1 |" in text
     assert "Fastest or tied, of 1 case: `triton-splitkv` on 1." in text
     assert "`triton-splitkv` is fastest or tied on 1 of 1 case, and reaches" in text
