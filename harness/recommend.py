@@ -42,6 +42,9 @@ FAR = 2.0
 RING_KEYS = 256
 """Keys of TileLang's whole ring at head dim 128: :func:`impls.tilelang_tile.ring_share`."""
 
+PACKED_AN_SM = 2
+"""Programs of Triton's tile for packed work that an SM surely holds (:func:`impls.triton_tile.at_once`)."""
+
 OTHER_WORK = "which is another shape or kind of work: the kernel may take another tile, and other counts"
 """Said of a tile that stands in for one that no record has."""
 
@@ -370,14 +373,17 @@ def splits_of(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) ->
             tma=bool(tile.get("tma")),
         )
         per_split = problem.tiles_per_split(tile["block_h"])
-        whole = tile.get("library") == "triton" and stays_whole(problem, SPLIT_TUNING, sm_count)
+        whole = tile.get("library") == "triton" and stays_whole(
+            problem, SPLIT_TUNING, sms=sm_count, tiles_per_split=per_split, at_once=PACKED_AN_SM * sm_count
+        )
+        exchanges = problem.dtype != "float32" and problem.head_dim % 2 == 0
         table = choose_splits(
             problem,
             {**SPLIT_TUNING, "num_splits": 1} if whole else SPLIT_TUNING,
             sm_count=sm_count,
             tiles_per_split=per_split,
             **limits._asdict(),
-            at_once=sm_count,
+            at_once=sm_count if exchanges else 0,
         )
     counts = dict(sorted(zip(problem.kv_lens, table.counts.tolist(), strict=True), reverse=True))
     return counts, table.splits * per_split, made is not None
@@ -385,17 +391,23 @@ def splits_of(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) ->
 
 def _by_tilelang(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) -> Splitting | None:
     """What TileLang's rule makes of a problem on the machine of a recorded plan; None where nobody can be asked."""
-    from impls.contract import ImplUnavailable
+    from impls.contract import ImplUnavailable, PlanRefused
 
-    if tile.get("library") != "tilelang":
+    if tile.get("library") != "tilelang" or problem.dtype == "float32":
         return None
     try:
         from impls import tilelang_splitkv
         from impls.tilelang_machines import MACHINES
     except ImplUnavailable:
         return None
-    machine = MACHINES[tile["machine"]]
-    return tilelang_splitkv.decide(machine, problem, tilelang_splitkv.TUNING, sm_count).splitting
+    if problem.head_dim not in tilelang_splitkv.HEAD_DIMS:
+        return None
+    try:
+        return tilelang_splitkv.decide(
+            MACHINES[tile["machine"]], problem, tilelang_splitkv.TUNING, sm_count
+        ).splitting
+    except PlanRefused:
+        return None
 
 
 def _far(problem: DecodeProblem, cases: Sequence[Seen]) -> Iterable[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -88,12 +89,12 @@ class DecodeProblem:
         """Number of sequences."""
         return len(self.kv_lens)
 
-    @property
+    @cached_property
     def total_kv(self) -> int:
         """Keys of all sequences together: rows of the packed K and V."""
         return sum(self.kv_lens)
 
-    @property
+    @cached_property
     def max_kv(self) -> int:
         """Keys of the longest sequence; 0 for an empty batch."""
         return max(self.kv_lens, default=0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from impls.contract import DecodeInputs, DecodeOutput, PlanRefused, Scalar, empty_output
-from impls.exchange import PLACES, mail_bytes, mail_shape, may_exchange, pays_to_exchange
+from impls.exchange import LONG_CTA_BYTES, PLACES, mail_bytes, mail_shape, may_exchange, pays_to_exchange
 from impls.problem import DecodeProblem
 from impls.splits import (
     Int32Array,
@@ -98,6 +98,7 @@ def choose_splits(
     enough: int | None = None,
     together: int = 1,
     one_round: bool = False,
+    whole_trips: bool = False,
     at_once: int = 0,
 ) -> SplitTable:
     """The split table of a problem under a tuning of :data:`SPLIT_TUNING`; see :func:`decide_splitting`."""
@@ -117,11 +118,13 @@ def choose_splits(
         overhead=CTA_OVERHEAD_BYTES * (2 if problem.head_dim > 128 else 1) // key_bytes,
         merging=MERGE_BYTES / key_bytes,
         combine=COMBINE_BYTES // key_bytes,
-        exchanged=sm_count // PLACES,
-        at_once=at_once,
+        exchanged=max(1, sm_count // PLACES),
+        exchange_keys=LONG_CTA_BYTES // key_bytes,
+        at_once=at_once if choice["merge"] == "auto" else 0,
         enough=enough,
         together=together,
         one_round=one_round,
+        whole_trips=whole_trips,
     )
 
 
@@ -154,6 +157,7 @@ class Limits(NamedTuple):
     enough: int | None = None
     together: int = 1
     one_round: bool = False
+    whole_trips: bool = False
 
 
 def full_speed_ctas(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: int) -> int:
@@ -190,9 +194,9 @@ def split_limits(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: 
         together = 2 if problem.head_dim <= 64 and several else 1
         return Limits(block_n, together=together, one_round=one_round)
     if problem.head_dim > 128:
-        return Limits(block_n * num_stages, one_round=one_round)
+        return Limits(block_n * num_stages, one_round=one_round, whole_trips=True)
     enough = full_speed_ctas(sms, problem, block_n=block_n, num_stages=num_stages)
-    return Limits(block_n * num_stages, enough, one_round=one_round)
+    return Limits(block_n * num_stages, enough, one_round=one_round, whole_trips=True)
 
 
 def alike(problem: DecodeProblem) -> bool:
@@ -264,10 +268,23 @@ def work_of(problem: DecodeProblem, sms: int) -> str:
     return "steady" if 2 * keys * problem.head_dim * problem.element_bytes > STEADY_BYTES else "even"
 
 
-def stays_whole(problem: DecodeProblem, choice: Mapping[str, Scalar], sms: int) -> bool:
-    """Whether nothing is split: packed work of over a CTA an SM, all of it on the device at once."""
-    free = choice["num_splits"] == "auto" and choice["waves"] is None
-    return free and problem.batch * problem.heads_kv > sms and work_of(problem, sms) == "packed"
+def stays_whole(
+    problem: DecodeProblem, choice: Mapping[str, Scalar], *, sms: int, tiles_per_split: int, at_once: int
+) -> bool:
+    """Whether nothing is split: packed work of over a CTA an SM that is all on the device at once, or whose rounds
+    of CTAs are at least 70 % full.
+
+    Args:
+        problem: what is to be computed.
+        choice: the tuning; who chooses anything about splits has chosen.
+        sms: SMs of the device.
+        tiles_per_split: CTAs that one split launches.
+        at_once: CTAs of this kernel that are surely on the device at once; 0 where that is not known.
+    """
+    free = choice["num_splits"] == "auto" and choice["waves"] is None and choice.get("cluster") is None
+    ctas = problem.batch * tiles_per_split
+    full = ctas <= at_once or 10 * ctas >= 7 * sms * -(-ctas // sms)
+    return free and ctas > sms and full and work_of(problem, sms) == "packed"
 
 
 def upload(rows: Int32Array, device: torch.device) -> Tensor:

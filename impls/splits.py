@@ -197,8 +197,9 @@ def _nearest(keys: int, chunk: int) -> int:
 def _capped(counts: Int64Array, lens: Int64Array, merging: float) -> Int64Array:
     """``counts``, changed to no more than what is worth merging."""
     np.maximum(counts, 1, out=counts)
-    # Counts grow with the length, what is worth merging with its root: the longest is the first to have too many.
-    if merging and len(counts) and counts.item(at := lens.argmax()) > most_splits(lens.item(at), merging):
+    # Counts grow with the length, what is worth merging with its root: the longest is the first to have too many,
+    # but for what rounding makes of them.
+    if merging and len(counts) and counts.item(at := lens.argmax()) + 1 >= most_splits(lens.item(at), merging):
         np.minimum(counts, np.maximum(1, np.sqrt(lens / (2 * merging))).astype(np.int64), out=counts)
     return np.minimum(counts, MAX_SPLITS, out=counts)
 
@@ -229,6 +230,7 @@ def balanced_counts(
     enough: int | None = None,
     together: int = 1,
     one_round: bool = False,
+    whole_trips: bool = False,
 ) -> Int64Array:
     """The :func:`proportional_counts` under which the device's last CTA is expected to end first.
 
@@ -242,8 +244,9 @@ def balanced_counts(
     about equally long (:data:`EVEN`). Where ``enough`` is not known, or one round does not hold them, equally long
     sequences get as many splits as whole rounds of CTAs end first with (:func:`even_splits`).
 
-    No sequence gets more splits than are worth merging (:func:`most_splits`), and none is split at all where that
-    ends no sooner than merging takes. Where one round of the shortest splits holds everything, no split is longer.
+    No sequence gets more splits than are worth merging (:func:`most_splits`). Among sequences of different lengths
+    none is split where that ends no sooner than merging takes; but where one round of splits of ``min_keys`` holds
+    everything, and a longer one needs a second trip to memory (``whole_trips``), none is longer.
 
     Where CTAs share an SM, a split that takes a round by itself does not have one for itself: with more CTAs than
     SMs, splits are planned for ``together`` rounds at least.
@@ -260,6 +263,7 @@ def balanced_counts(
         together: CTAs of the kernel that share an SM.
         one_round: whether it is asked, where that makes somewhat more CTAs than run at once, if fewer would not end
             sooner.
+        whole_trips: whether a CTA has ``min_keys`` on their way at once, and waits again for more.
 
     Returns:
         ``[B]`` int64, each at least 1.
@@ -276,7 +280,15 @@ def balanced_counts(
                 -(-enough // whole), ctas // whole, _nearest(longest, min_keys), most_splits(longest, merging)
             )
         else:
-            splits = even_splits(longest, whole, ctas=ctas, min_keys=min_keys, overhead=overhead, merging=merging)
+            splits = even_splits(
+                longest,
+                whole,
+                ctas=ctas,
+                min_keys=min_keys,
+                overhead=overhead,
+                merging=merging,
+                whole_trips=whole_trips,
+            )
         return np.full_like(lens, splits)
     negative = -lens  # minus the floor of minus a quotient is its ceiling
     if enough is not None and EVEN * lens.item(lens.argmin()) >= (chunk := _chunk(work, enough, min_keys)):
@@ -285,7 +297,7 @@ def balanced_counts(
         fits = int(counts.sum()) * tiles_per_split <= ctas
         if fits and keys.max() <= EVEN * chunk and EVEN * keys.min() >= chunk:
             return counts
-    if work <= ctas * min_keys:
+    if whole_trips and work <= ctas * min_keys:
         counts = _capped(-(negative // min_keys), lens, merging)
         if int(counts.sum()) * tiles_per_split <= ctas:
             return counts
@@ -329,24 +341,38 @@ def balanced_counts(
     return best_counts
 
 
-def exchangeable(lens: Int64Array, counts: Int64Array, *, most: int, saves: int, places: int) -> Int64Array:
-    """Counts of at most ``most`` splits, where the longest splits grow by less than what that saves.
+def exchangeable(
+    lens: Int64Array, counts: Int64Array, *, most: int, saves: int, longest: int, places: int
+) -> Int64Array:
+    """Counts of at most ``most`` splits, where no split grows by as much as that saves.
 
     Args:
         lens: ``[B]`` keys of each sequence.
         counts: ``[B]`` splits of each.
         most: the most splits of a sequence that merge without a combine kernel.
         saves: what a combine kernel costs, in keys.
+        longest: keys of the longest split that may merge without one.
         places: splits of which all CTAs are surely on the device at once, as they must be.
     """
-    if not len(counts) or counts.item(counts.argmax()) <= most:
+    if places < len(counts) or not len(counts) or counts.item(counts.argmax()) <= most:
         return counts
     fewer = np.minimum(counts, most)
-    grows = -int((-lens // fewer).min()) + int((-lens // counts).min())
-    return fewer if grows < saves and int(fewer.sum()) <= places else counts
+    keys = -(-lens // fewer)
+    grows = keys + (-lens // counts)
+    fits = int(fewer.sum()) <= places and int(keys.max()) <= longest
+    return fewer if fits and int(grows.max()) < saves else counts
 
 
-def even_splits(keys: int, whole: int, *, ctas: int, min_keys: int, overhead: int, merging: float = 0.0) -> int:
+def even_splits(
+    keys: int,
+    whole: int,
+    *,
+    ctas: int,
+    min_keys: int,
+    overhead: int,
+    merging: float = 0.0,
+    whole_trips: bool = False,
+) -> int:
     """Splits of equally long sequences with which the last of up to five rounds of CTAs ends first.
 
     ``n`` splits make ``ceil(n * whole / ctas)`` rounds of ``ceil(keys / n)`` keys and the overhead each. A further
@@ -359,8 +385,10 @@ def even_splits(keys: int, whole: int, *, ctas: int, min_keys: int, overhead: in
         min_keys: as of :func:`balanced_counts`.
         overhead: what starting and ending a CTA costs, in keys.
         merging: as of :func:`balanced_counts`.
+        whole_trips: as of :func:`balanced_counts`.
     """
-    most = min(max(1, -(-keys // max(1, min_keys))), most_splits(keys, merging))
+    shortest = max(1, -(-keys // max(1, min_keys))) if whole_trips else _nearest(keys, min_keys)
+    most = min(shortest, most_splits(keys, merging))
     best, least = 1, math.inf
     for waves in EVEN_WAVES:
         splits = min(max(1, waves * ctas // max(1, whole)), most)
@@ -380,16 +408,19 @@ def plan_splits(
     merging: float = 0.0,
     combine: int = 0,
     exchanged: int = MAX_SPLITS,
+    exchange_keys: int = 0,
     at_once: int = 0,
     enough: int | None = None,
     together: int = 1,
     one_round: bool = False,
+    whole_trips: bool = False,
 ) -> SplitTable:
     """The table of :func:`balanced_counts`, from lengths in one call; arguments of the same names are the same.
 
     Args:
         exchanged: the most splits of a sequence that merge without a combine kernel (:func:`exchangeable`).
-        at_once: CTAs that may do so.
+        exchange_keys: of the longest split that may do so.
+        at_once: CTAs that may do so; 0 for none.
     """
     lens = as_array(kv_lens)
     counts = balanced_counts(
@@ -403,8 +434,11 @@ def plan_splits(
         enough=enough,
         together=together,
         one_round=one_round,
+        whole_trips=whole_trips,
     )
-    counts = exchangeable(lens, counts, most=exchanged, saves=combine, places=at_once // tiles_per_split)
+    counts = exchangeable(
+        lens, counts, most=exchanged, saves=combine, longest=exchange_keys, places=at_once // tiles_per_split
+    )
     return _table(lens, counts)
 
 

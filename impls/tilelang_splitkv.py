@@ -25,10 +25,10 @@ refilled. With 64 heads there is one part, and on sm_90a both products are ``wgm
 
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
 fills the SMs (on sm_90a half of them, if splits are equally long and the head dim is from 65 to 128: they read as
-fast), or a few rounds where that ends sooner (:func:`impls.splits.balanced_counts`); an integer gives every
-sequence that many. The lengths reach the kernel only through the table, whose rows come from the same prefix sums
-as ``cu_seqlens_k``: one row of 16 bytes, or 32 in an exchange, says where a CTA's keys are, without a chain of
-dependent loads.
+fast), or a few rounds where that ends sooner (:func:`impls.splits.balanced_counts`); or all the same number, where
+they merge in clusters and none is longer than the ring. An integer gives every sequence that many. The lengths
+reach the kernel only through the table, whose rows come from the same prefix sums as ``cu_seqlens_k``: one row of
+16 bytes, or 32 in an exchange, says where a CTA's keys are, without a chain of dependent loads.
 
 Machines. The ``prim_func`` bodies serve sm_90a, sm_80 and the CPU (TileLang's C target). All that differs
 is the :mod:`impls.tilelang_machines` object passed in. On the CPU, bfloat16 inputs compute in float32.
@@ -683,8 +683,8 @@ def compile_ahead(
 ) -> None:
     """Compile what other lengths may need, which merge another way or take less of the ring: once for all.
 
-    But for clusters: a kernel for each size, when it is first needed. A quarter of the ring is for crowds, which
-    have no splits to exchange.
+    But for clusters: a kernel for each size, when it is first needed. A quarter of the ring is for crowds and for
+    packed work, which have no splits to exchange.
     """
     for tile, exchange in product(tiles, (False, True) if MACHINES[machine].exchanges else (False,)):
         if not exchange or tile in tiles[:2]:
@@ -771,8 +771,11 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
     tiles = ring_tiles(machine, problem, choice)
     tile = tiles[ring_share(problem, choice, tiles[2], sms) if 2 in tiles else 1]
     limits = split_limits(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=machine.tma)
+    tiles_per_split, places = problem.tiles_per_split(tile.block_h), at_once(machine, problem, tile, sms)
     num_splits = clustered_splits(machine, problem, choice, tile, sms=sms)
-    if problem.head_dim <= 128 and machine.tma and stays_whole(problem, choice, sms):
+    if problem.head_dim <= 128 and stays_whole(
+        problem, choice, sms=sms, tiles_per_split=tiles_per_split, at_once=places
+    ):
         num_splits = 1
     # Who asks for another way to merge has said no to clusters.
     asked = 1 if choice["cluster"] is None and choice["merge"] != "auto" else choice["cluster"]
@@ -780,11 +783,11 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
         problem,
         choice,
         sm_count=sms,
-        tiles_per_split=problem.tiles_per_split(tile.block_h),
+        tiles_per_split=tiles_per_split,
         limits=limits,
         num_splits=num_splits,
         choose_cluster=lambda counts: choose_cluster(machine, problem, tile, asked, counts, sms=sms),
-        at_once=at_once(machine, problem, tile, sms),
+        at_once=places,
     )
     return Decision(tuple(tiles.values()), tile, splitting)
 
@@ -797,8 +800,8 @@ def sms_of(device: torch.device) -> int:
 class TileLangPlan(SplitKVPlan):
     """The plan of one problem; see :class:`impls.contract.DecodePlan`.
 
-    What other lengths may need is compiled with the first plan of a shape, unless the caller has chosen the tile:
-    then only what these lengths need.
+    What other lengths may need is compiled with the first plan of a shape, but for clusters (four sizes, for a few
+    sequences), unless the caller has chosen the tile: then only what these lengths need.
     """
 
     def __init__(self, problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar]) -> None:

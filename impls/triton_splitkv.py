@@ -358,15 +358,15 @@ def decide(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Sc
         PlanRefused: if the workspace would exceed its budget.
         ValueError: for a choice out of range.
     """
-    sms = sm_count(device)
+    sms, tiles, places = sm_count(device), problem.tiles_per_split(tile.block_h), _at_once(problem, device, tile)
     return decide_splitting(
         problem,
         choice,
         sm_count=sms,
-        tiles_per_split=problem.tiles_per_split(tile.block_h),
+        tiles_per_split=tiles,
         limits=split_limits(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=False),
-        num_splits=1 if stays_whole(problem, choice, sms) else None,
-        at_once=_at_once(problem, device, tile),
+        num_splits=1 if stays_whole(problem, choice, sms=sms, tiles_per_split=tiles, at_once=places) else None,
+        at_once=places,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -350,3 +351,18 @@ def test_the_rule_on_the_host_is_that_of_every_recorded_plan(name: str) -> None:
         assert exact == (name == "tilelang-splitkv")
         ran = case.configs[name]
         assert (max(counts.values()), ctas) == (ran["splits_max"], ran["work_items"]), case.name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "float32"}, {"head_dim": 112}, {"head_dim": 2048}],
+    ids=lambda change: str(*change.values()),
+)
+def test_where_tilelang_would_refuse_its_rule_is_not_asked(change: dict[str, Any]) -> None:
+    folder = ROOT / "reports" / "h200-decode"
+    case = read_cases(folder)[0]
+    shape = replace(case.problem, **change)
+    counts, ctas, exact = splits_of(shape, case.configs["tilelang-splitkv"], 132)
+    assert not exact
+    assert min(counts.values()) >= 1
+    assert ctas >= shape.batch * shape.heads_kv

@@ -13,10 +13,10 @@ from torch import Tensor
 from harness.check import check_plan
 from harness.inputs import make_inputs
 from impls import triton_splitkv
-from impls.contract import DecodeImpl
+from impls.contract import DecodeImpl, Scalar
 from impls.problem import DecodeProblem
 from impls.reference import reference
-from impls.splitkv_plan import WORK, split_limits, upload
+from impls.splitkv_plan import SPLIT_TUNING, WORK, split_limits, stays_whole, upload
 from impls.tilelang_splitkv import TileLangSplitKV
 from impls.triton_splitkv import TritonSplitKV
 from tests.impls.cases import problem
@@ -128,3 +128,25 @@ def test_which_ctas_share_an_sm_and_which_are_made_to_fit_one_round(
     shape = DecodeProblem(kv_lens=lens, heads_q=32, heads_kv=8, head_dim=head_dim)
     limits = split_limits(132, shape, block_n=64, num_stages=3, tma=tma)
     assert (limits.together, limits.one_round) == (together, one_round)
+
+
+@pytest.mark.parametrize(
+    ("lens", "at_once", "chosen", "whole"),
+    [
+        ((1900,) * 37, 132, {}, True),  # 296 CTAs, 75 % of three rounds
+        ((1900,) * 18, 132, {}, False),  # 144: a second round would be nearly empty
+        ((1900,) * 18, 264, {}, True),  # all on the device at once
+        ((1900,) * 18, 0, {}, False),
+        ((1900,) * 16, 264, {}, False),  # even: fewer CTAs than SMs
+        ((9000,) * 18, 264, {}, False),  # not packed
+        ((1900,) * 37, 132, {"num_splits": 2}, False),
+        ((1900,) * 37, 132, {"waves": 2}, False),
+        ((1900,) * 37, 132, {"cluster": 2}, False),
+    ],
+)
+def test_packed_work_stays_whole_where_it_fits_or_fills_its_rounds(
+    lens: tuple[int, ...], at_once: int, chosen: dict[str, Scalar], whole: bool
+) -> None:
+    shape = DecodeProblem(kv_lens=lens, heads_q=32, heads_kv=8, head_dim=128)
+    choice = {**SPLIT_TUNING, **chosen}
+    assert stays_whole(shape, choice, sms=132, tiles_per_split=8, at_once=at_once) is whole

@@ -217,6 +217,12 @@ DEVICES = {
     "enough": st.sampled_from([None, 1, 64]),
     "together": st.sampled_from([1, 2]),
     "one_round": st.booleans(),
+    "whole_trips": st.booleans(),
+}
+EXCHANGES = {
+    "exchanged": st.integers(1, 16),
+    "exchange_keys": st.sampled_from([0, 500, 10**6]),
+    "at_once": st.integers(0, 600),
 }
 
 
@@ -256,7 +262,7 @@ def test_equal_lengths_get_as_many_splits_as_whole_rounds_end_first_with(batch: 
     def end(n: int) -> int:
         return -(-n * batch * 8 // 132) * (-(-keys // n) + 266)
 
-    most = max(1, -(-keys // 128))
+    most = max(1, (2 * keys + 128) // 256)
     rounds = [n for n in range(1, most + 1) if n == 1 or n * batch * 8 <= 5 * 132]
     assert splits in rounds
     assert WORTHWHILE * end(splits) <= min(end(n) for n in rounds)
@@ -331,11 +337,16 @@ def test_no_sequence_has_more_splits_than_are_worth_merging(lens: list[int], mer
 
 
 @given(st.lists(st.integers(1, 700), min_size=2, max_size=40))
-def test_short_work_has_no_split_longer_than_the_shortest_that_pays(lens: list[int]) -> None:
-    """Where one round of them holds everything: a longer one would need a second trip to memory."""
-    counts = balanced_counts(lens, tiles_per_split=1, ctas=132, min_keys=256, overhead=266, combine=100)
+def test_short_work_has_no_split_longer_than_one_trip_to_memory(lens: list[int]) -> None:
+    """Where one round holds that. Without trips, counts are rounded to the nearest."""
+    shape = {"tiles_per_split": 1, "ctas": 132, "min_keys": 256, "overhead": 266, "combine": 100}
+    counts = balanced_counts(lens, **shape, whole_trips=True)
     if len(set(lens)) > 1 and sum(lens) <= 132 * 256:
         assert counts.tolist() == [-(-keys // 256) for keys in lens]
+    assert balanced_counts([257, 300], **shape, whole_trips=True).tolist() == [2, 2]
+    assert balanced_counts([257, 300], **shape).tolist() == [1, 1]
+    assert even_splits(257, 8, ctas=132, min_keys=256, overhead=266, whole_trips=True) == 2
+    assert even_splits(257, 8, ctas=132, min_keys=256, overhead=266) == 1
 
 
 @given(LENS, st.integers(0, 500))
@@ -349,6 +360,25 @@ def test_what_whole_sequences_do_as_soon_is_not_split(lens: list[int], combine: 
         assert end(lens, ones) <= 1.05 * (end(lens, without) + combine)
 
 
+def test_a_sequence_is_not_halved_for_what_merging_takes_longer() -> None:
+    """Of three sequences with 32 heads, halving the longest shortens the last CTA from 1,734 to 1,500 keys."""
+    lens, shape = [1734, 1500, 1434], {"tiles_per_split": 32, "ctas": 132, "min_keys": 256, "overhead": 532}
+    assert balanced_counts(lens, **shape).tolist() == [2, 1, 1]
+    assert balanced_counts(lens, **shape, combine=100).tolist() == [2, 1, 1]
+    assert balanced_counts(lens, **shape, combine=234).tolist() == [1, 1, 1]
+
+
+def test_more_splits_must_end_sooner_by_what_merging_them_costs() -> None:
+    lens, shape = [30784, 17280, 16832, 15680, 8896] + [1500] * 59, {"tiles_per_split": 8, "ctas": 132}
+    shape |= {"min_keys": 128, "overhead": 266}
+    finer = balanced_counts(lens, **shape)
+    assert finer.max() > proportional_counts(lens, tiles_per_split=8, slots=132, min_keys=128).max()
+    free = balanced_counts(lens, **shape, merging=0.01)
+    dear = balanced_counts(lens, **shape, merging=2000.0)
+    assert free.tolist() == finer.tolist()
+    assert dear.max() < finer.max()
+
+
 def test_a_few_ctas_more_than_one_round_are_made_to_fit_it() -> None:
     """133 CTAs: one would wait for the others, and then read alone."""
     lens = [2326, 2254, 2203, 2101, 1999, 1876, 1760, 1699, 1530, 1422, 1300, 1180, 1099, 960, 1230]
@@ -358,27 +388,44 @@ def test_a_few_ctas_more_than_one_round_are_made_to_fit_it() -> None:
     assert balanced_counts(lens, **shape).sum() > 132
 
 
-@given(LENS, st.integers(1, 16), st.integers(0, 300), st.integers(0, 200))
+@given(LENS, st.fixed_dictionaries({**DEVICES, **EXCHANGES}))
+def test_planned_counts_are_bounded_and_monotone(lens: list[int], shape: dict[str, Any]) -> None:
+    counts = plan_splits(lens, **shape).counts
+    assert ((counts >= 1) & (counts <= np.clip(lens, 1, MAX_SPLITS))).all()
+    assert (np.diff(counts[np.argsort(lens, kind="stable")]) >= 0).all()
+
+
+@given(LENS, st.integers(1, 16), st.integers(0, 300), st.integers(0, 200), st.integers(1, 200_000))
 def test_somewhat_too_many_splits_are_as_many_as_merge_by_themselves(
-    lens: list[int], most: int, saves: int, places: int
+    lens: list[int], most: int, saves: int, places: int, longest: int
 ) -> None:
     keys = np.array(lens, dtype=np.int64)
     counts = proportional_counts(lens, tiles_per_split=1, slots=132, min_keys=16)
-    fewer = exchangeable(keys, counts, most=most, saves=saves, places=places)
+    fewer = exchangeable(keys, counts, most=most, saves=saves, longest=longest, places=places)
     if fewer.tolist() == counts.tolist():
         return
     assert fewer.tolist() == np.minimum(counts, most).tolist()
     assert fewer.sum() <= places
-    assert (-(-keys // fewer)).max() - (-(-keys // counts)).max() < saves
+    assert (-(-keys // fewer)).max() <= longest
+    assert (-(-keys // fewer) + -keys // counts).max() < saves
 
 
 def test_twenty_splits_become_sixteen_where_that_saves_a_kernel() -> None:
     keys, counts = np.array([3333, 300]), np.array([20, 2])
-    shape = {"most": 16, "saves": 200, "places": 132}
+    shape = {"most": 16, "saves": 200, "longest": 1000, "places": 132}
     assert exchangeable(keys, counts, **shape).tolist() == [16, 2]
-    assert exchangeable(keys, counts, **{**shape, "saves": 42}).tolist() == [20, 2]
-    assert exchangeable(keys, counts, **{**shape, "places": 17}).tolist() == [20, 2]
+    for other in ({"saves": 42}, {"places": 17}, {"places": 0}, {"longest": 208}):
+        assert exchangeable(keys, counts, **{**shape, **other}).tolist() == [20, 2]
     assert exchangeable(keys[:0], counts[:0], **shape).tolist() == []
+    h200 = {"tiles_per_split": 1, "ctas": 132, "min_keys": 64, "overhead": 532, "merging": 4.0, "combine": 200}
+    lens = [3333, 2405, 1514, 1510]
+    assert plan_splits(lens, **h200).counts.max() == 20
+    assert plan_splits(lens, **h200, exchanged=16, exchange_keys=8192, at_once=132).counts.tolist() == [
+        16,
+        16,
+        13,
+        13,
+    ]
 
 
 def test_a_long_tail_is_cut_finer_than_one_round_would() -> None:

@@ -2,9 +2,11 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import tilelang
 import torch
@@ -395,3 +397,50 @@ def test_splits_that_all_fit_the_ring_merge_in_clusters(
         assert made.splitting.table.counts.tolist() == [splits] * len(lens)
     for chosen in ({"num_splits": 2}, {"waves": 1}, {"merge": "exchange"}, {"cluster": 1}):
         assert clustered_splits(machine, shape, {**choice, **chosen}, made.tile, sms=132) is None
+
+
+@pytest.mark.parametrize("name", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("sms", [1, 6, 7, 8])
+@pytest.mark.parametrize("lens", [(5000, 300), (2000,) * 9, (40_000,), (1, 1, 9000)])
+def test_a_device_of_few_sms_is_planned_for(name: str, sms: int, lens: tuple[int, ...]) -> None:
+    shape = DecodeProblem(kv_lens=lens, heads_q=8, heads_kv=2, head_dim=128)
+    machine = tilelang_splitkv.MACHINES[name]
+    counts = tilelang_splitkv.decide(machine, shape, tilelang_splitkv.TUNING, sms).splitting.table.counts
+    assert ((counts >= 1) & (counts <= np.array(lens))).all()
+
+
+def test_who_chooses_a_cluster_for_packed_work_gets_it() -> None:
+    shape = DecodeProblem(kv_lens=(900,) * 20, heads_q=32, heads_kv=8, head_dim=128)
+    choice = {**tilelang_splitkv.TUNING, "num_splits": 2, "cluster": 2}
+    made = tilelang_splitkv.decide(tilelang_splitkv.MACHINES["sm_90a"], shape, choice, 132)
+    assert (made.splitting.cluster, set(made.splitting.table.counts.tolist())) == (2, {2})
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((32, 8), 64), ((32, 8), 128), ((8, 1), 128), ((40, 10), 256), ((8, 2), 96)]
+)
+def test_what_later_lengths_need_is_compiled_with_the_first_plan(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], head_dim: int
+) -> None:
+    """But for clusters. A plan may be made in front of a CUDA graph, for lengths of any kind."""
+    machine = tilelang_splitkv.MACHINES["sm_90a"]
+    ahead: set[tuple[object, ...]] = set()
+    monkeypatch.setattr(tilelang_splitkv, "compiled_split", lambda *what: ahead.add(what[-3:]))
+    monkeypatch.setattr(tilelang_splitkv, "compiled_combine", lambda *what: ahead.add(("combine", what[-1])))
+    compile_ahead = tilelang_splitkv.compile_ahead.__wrapped__
+    rng = np.random.default_rng(0)
+    batches = [(1024,), (8192,) * 10, (1024,) * 128, (600, 6000, 2000), (1877,) * 37, (430,) * 60, (200,) * 90, ()]
+    for _ in range(60):
+        size, longest = int(rng.choice([1, 3, 10, 40, 150, 400])), int(rng.choice([200, 900, 5000, 90_000]))
+        batches.append(tuple(rng.integers(1, longest, size).tolist()))
+    first = DecodeProblem(kv_lens=(1024,), heads_q=heads[0], heads_kv=heads[1], head_dim=head_dim)
+    tiles = tilelang_splitkv.decide(machine, first, tilelang_splitkv.TUNING, 132).tiles
+    compile_ahead("sm_90a", *heads, head_dim, "bfloat16", tiles)
+    for lens in batches:
+        shape = replace(first, kv_lens=lens)
+        made = tilelang_splitkv.decide(machine, shape, tilelang_splitkv.TUNING, 132)
+        assert made.tiles == tiles
+        if made.splitting.cluster == 1:
+            assert (made.tile, 1, made.splitting.exchange) in ahead, lens
+        if made.many_splits is not None:
+            assert ("combine", made.many_splits) in ahead
