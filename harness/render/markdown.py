@@ -90,6 +90,7 @@ def context(comparison: Comparison, folder: Path, repeat: Repeat | None = None) 
         "reasons": tables.reasons(comparison),
         "cases": tables.cases(comparison),
         "method": _method(comparison),
+        "words": {} if comparison.functional else WORDS,
         "command": _command(comparison),
         "variables": tables.variables(comparison),
         "confidence": round(100 * CONFIDENCE),
@@ -154,6 +155,23 @@ def _latency_note(comparison: Comparison) -> str:
     if comparison.has_fixed:
         best += " Each chooses its splits by itself; fixed split counts are in the table of all measurements."
     return f"Median µs by case and implementation ({how}).{best}" if keys else "Nothing was timed."
+
+
+WORDS: Mapping[str, str] = {
+    "split": "one contiguous range of one sequence's keys, computed by itself; with more than one, *partial*"
+    " results and their LSE (the logarithm of the sum of the softmax's exponentials) are *merged*",
+    "CTA": "a block of threads, which an SM (a core of the GPU) runs: one for each split, KV head and tile of query"
+    " heads; *work items* are the CTAs of the split kernel",
+    "wave": "as many CTAs as there are SMs; `waves` asks for splits that make so many",
+    "round": "each implementation timed once, in an order drawn by lot; n of a time is its rounds, and what is"
+    " paired is formed within each",
+    "merge": "how splits are merged: by a *combine* kernel after the split kernel, inside of it through global"
+    " memory (*exchange*), or through the shared memory of neighbouring SMs (*cluster*)",
+    "eager": "Triton's form that loads Q with every tile of keys, so that nothing waits for it",
+    "peer": "an implementation that this project did not write; an *ablation* is ours with one thing taken away",
+    "regret": "the time of an own choice over that of the fastest configuration tried",
+}
+"""What a reader has to know, in the order in which one word needs another."""
 
 
 def _method(comparison: Comparison) -> list[str]:

@@ -24,6 +24,7 @@ from harness.render.figures import FIGURES
 from harness.render.frame import load
 from harness.render.groups import MAX_PANELS, curves_of, launch_floor, pairs_of, sweeps_of
 from harness.render.looks import RC, SPARE, STYLES, WIDTH
+from harness.render.markdown import WORDS
 from harness.render.plots_detail import device_parts, rounding_floor
 from harness.render.rows import _without_waiting
 from harness.render.text import percent_text
@@ -256,6 +257,14 @@ def test_a_study_of_split_counts_counts_the_same_everywhere(tmp_path: Path) -> N
     assert "`triton-splitkv` is fastest or tied on 1 of 1 case, and reaches" in text
     assert "An implementation, with the splits that it chooses by itself, is *fastest or tied* on a case if" in text
     assert re.search(r"\*\*\[10\.0\]\(#r\d+\)\*\*", section(text, "Latency"))
+
+
+def test_words_are_explained_where_there_are_times(tmp_path: Path) -> None:
+    render_study([fake.write(tmp_path / "gpu", fake.gpu_records())])
+    text = text_of(tmp_path / "gpu")
+    assert "What words mean: [Words](#words)." in text
+    words = text.partition("\n### Words\n")[2].partition("To repeat it")[0]
+    assert [line.split("**")[1] for line in words.splitlines() if line.startswith("- **")] == list(WORDS)
 
 
 def test_no_difference_has_a_sign() -> None:
