@@ -153,11 +153,13 @@ def _splits(comparison: Comparison) -> str:
 
 def _splits_reading(comparison: Comparison) -> str:
     return (
-        "Fixed counts cut every sequence into that many equal splits. A ring is the default: its largest count and"
-        " its latency; a star is the best fixed count. Of several in one place, rings are larger and stars smaller"
-        " from one implementation to the next. Where the default's largest count is none of the fixed ones (it may"
-        " cut longer sequences into more splits), a dotted line joins it to the best fixed count. The table below"
-        " says what too few and too many cost." + explained(comparison) + _without_curve(comparison)
+        "Fixed counts cut every sequence into that many equal splits; a peer makes of them what it will. A ring is"
+        " the default: its largest count and its latency; a star is the best fixed count. Of several in one place,"
+        " rings are larger and stars smaller from one implementation to the next. Where the default's largest count"
+        " is none of the fixed ones (it may cut longer sequences into more splits), a dotted line joins it to the"
+        " best fixed count. The table below says what too few and too many cost."
+        + explained(comparison)
+        + _without_curve(comparison)
     ) + thinned_text(len(by_case(curves_of(comparison))), "cases")
 
 

@@ -258,7 +258,28 @@ def _ours(repeat: Repeat) -> str:
                 ways.append(f"{_percent(ratios[case]).lstrip('+-')} {unit} ({where})")
         if ways:
             told.append(f"{code(label)} differs by at most {join(ways)}")
+    if lead := _lead(repeat):
+        told.append(lead)
     return f"between the two runs {'; '.join(told)}" if told else ""
+
+
+def _lead(repeat: Repeat) -> str:
+    """By how much the time of one of our kernels over that of the other changes at most; empty where unknown."""
+    first, other = OURS
+    leads = {
+        case: [repeat.pairs[case, other][run].us / repeat.pairs[case, first][run].us for run in (0, 1)]
+        for case in repeat.first.cases
+        if {(case, first), (case, other)} <= repeat.pairs.keys()
+    }
+    if not leads:
+        return ""
+    case = max(leads, key=lambda name: abs(leads[name][1] - leads[name][0]))
+    was, then = (f"{percent_text(lead)} %" for lead in leads[case])
+    points = f"{100 * abs(leads[case][1] - leads[case][0]):.1f}"
+    return (
+        f"how much slower {code(other)} is than {code(first)} changes by at most {points} points"
+        f" ({linked(code(case), repeat.pairs[case, other][1].anchor)}, {was} and {then})"
+    )
 
 
 def _over_bound(repeat: Repeat, label: str) -> dict[str, float]:

@@ -323,7 +323,7 @@ def _explained(word: str, losses: Sequence[Loss], of: int, comparison: Compariso
     parts = [(part, [loss for loss in losses if loss.main == part]) for part in (SPLIT, MERGE, GAPS)]
     names = {SPLIT: "the split kernel (of others the longest)", MERGE: "kernels that merge (of others all other)"}
     counts = [f"in {names.get(part, part)} on {len(mine)}" for part, mine in parts if mine]
-    traced = "" if len(losses) == of else f", {len(losses)} of them traced"
+    traced = "" if len(losses) == of else f", which traces show on {len(losses)}"
     text = (
         f"With the {word} splits {of} (implementation, case) pairs lose over {100 * comparison.smallest_effect:g} %"
         f" against their best count{traced}; most of that time goes {join(counts)}"

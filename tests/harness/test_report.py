@@ -581,7 +581,7 @@ def test_a_trace_of_another_configuration_or_commit_is_told_apart(tmp_path: Path
         "Traced in another version or configuration than timed, or with other splits, so left out:"
         " `triton-splitkv num_splits=1` on `b1_8k`." in told
     )
-    assert ", 4 of them traced; most of that time goes" in told
+    assert ", which traces show on 4; most of that time goes" in told
     parts = section(text_of(folder), "Where the time goes")
     assert "Traced in run `run-9`, at commit `fedcba98fedc` where the times are of `0123456789ab`." in parts
     assert (
