@@ -177,7 +177,7 @@ def test_another_commit_or_gpu_is_said_as_compare_says_it(tmp_path: Path) -> Non
         "| variable | old | new |\n|:---|:---|:---|\n| gpu | NVIDIA H200 | NVIDIA H100 |\n| git | 0123456789abcdef"
         in told
     )
-    assert "No difference." not in told
+    assert "The two runs had the same GPU, versions and settings." not in told
 
 
 OTHER = "fedcba98" * 5
