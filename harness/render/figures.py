@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib import style as mpl_style
 from matplotlib.figure import Figure
 
 from harness.render import plots_detail, plots_speed
 from harness.render.frame import Comparison
 from harness.render.helper import Helper
-from harness.render.looks import RC, cases_shown, save
+from harness.render.looks import cases_shown, save, style
 
 FIGURES: Mapping[str, Callable[[Comparison], Figure | None]] = {
     "share": plots_speed.share,
@@ -64,8 +63,7 @@ def draw_all(comparison: Comparison, folder: Path, helper: Helper) -> dict[str, 
 def draw(comparison: Comparison, name: str, folder: Path) -> Drawn | None:
     """Draw one figure and save it as PNG and SVG; None, and no files, where there is nothing to draw."""
     png, svg = folder / f"{name}.png", folder / f"{name}.svg"
-    # From matplotlib's own defaults: a reader's matplotlibrc must not change the bytes.
-    with mpl_style.context(["default", RC]):
+    with style():
         figure = FIGURES[name](comparison)
         if figure is None:
             png.unlink(missing_ok=True)

@@ -7,14 +7,19 @@ saved without dates, software tags or random ids: the same records give the same
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib import font_manager
+from matplotlib import style as mpl_style
 from matplotlib.axes import Axes
 from matplotlib.collections import Collection
 from matplotlib.figure import Figure
@@ -92,6 +97,23 @@ RC: dict[str, Any] = {
     "svg.hashsalt": "splitkv-study",
     "svg.fonttype": "path",
 }
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """What is drawn inside looks the same on any host, whatever fonts and matplotlibrc that has."""
+    _own_fonts()
+    with mpl_style.context(["default", RC]):
+        yield
+
+
+@cache
+def _own_fonts() -> None:
+    """Put the fonts that come with matplotlib before those of the host: another version has other glyph numbers."""
+    fonts = font_manager.fontManager
+    for file in sorted(Path(matplotlib.get_data_path(), "fonts", "ttf").glob("DejaVuSans*.ttf")):
+        fonts.addfont(file)
+        fonts.ttflist.insert(0, fonts.ttflist.pop())
 
 
 def save(figure: Figure, png: Path, svg: Path) -> None:

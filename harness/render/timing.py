@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import style as mpl_style
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from harness import stats
 from harness.cost import CEILING_SLACK
 from harness.record import SELFTEST_FILE, Record, RecordError, read
-from harness.render.looks import ALARM_COLOUR, RC, WIDTH, save
+from harness.render.looks import ALARM_COLOUR, WIDTH, save, style
 from harness.render.template import Picture, Table, fill
 from harness.render.text import code, escape, hosts_sentence, join, versions
 from harness.render.timing_tables import (
@@ -161,7 +160,7 @@ def write_timing_report(folder: Path) -> Path:
     for name, draw in figures.items():
         values[f"{name}_figure"] = None
         if by[name]:
-            with mpl_style.context(["default", RC]):
+            with style():
                 figure, alt, caption = draw(by[name])
                 save(figure, folder / "figures" / f"{name}.png", folder / "figures" / f"{name}.svg")
             values[f"{name}_figure"] = Picture(name, alt, caption)

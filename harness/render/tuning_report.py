@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib import style as mpl_style
-
 from harness.record import TUNING_FILE, RecordError, records_file
-from harness.render.looks import RC, save
+from harness.render.looks import save, style
 from harness.render.markdown import CACHES, METHODS
 from harness.render.plots_tuning import FIGURE, MAX_CASES, cases_drawn, draw_regret
 from harness.render.template import Picture, fill
@@ -96,7 +94,7 @@ def _figure(tuning: Tuning, anchors: dict[tuple[str, str], str], folder: Path) -
         svg.unlink(missing_ok=True)
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    with mpl_style.context(["default", RC]):
+    with style():
         save(draw_regret(tuning, cases, anchors), png, svg)
     ties, timed = sum(total.ties for total in tuning.overall), sum(total.cases for total in tuning.overall)
     caption = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
@@ -10,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import numpy.typing as npt
 import pytest
-from matplotlib import style as mpl_style
+from matplotlib import font_manager
 from matplotlib.text import Text
 
 from harness import record as rec
@@ -23,7 +25,7 @@ from harness.render.decisions import decide
 from harness.render.figures import FIGURES
 from harness.render.frame import load
 from harness.render.groups import MAX_PANELS, curves_of, launch_floor, pairs_of, sweeps_of
-from harness.render.looks import RC, SPARE, STYLES, WIDTH
+from harness.render.looks import SPARE, STYLES, WIDTH, style
 from harness.render.markdown import WORDS
 from harness.render.plots_detail import device_parts, rounding_floor
 from harness.render.rows import _without_waiting
@@ -257,6 +259,19 @@ def test_a_study_of_split_counts_counts_the_same_everywhere(tmp_path: Path) -> N
     assert "`triton-splitkv` is fastest or tied on 1 of 1 case, and reaches" in text
     assert "An implementation, with the splits that it chooses by itself, is *fastest or tied* on a case if" in text
     assert re.search(r"\*\*\[10\.0\]\(#r\d+\)\*\*", section(text, "Latency"))
+
+
+def test_letters_are_of_the_font_that_comes_with_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may have another version of it, and then, with a list of fonts of its own, no other."""
+    fonts = font_manager.fontManager
+    other = dataclasses.replace(fonts.ttflist[0], name="DejaVu Sans", fname="/usr/share/fonts/DejaVuSans.ttf")
+    monkeypatch.setattr(fonts, "ttflist", [other])
+    looks._own_fonts.cache_clear()
+    try:
+        with style():
+            assert Path(font_manager.findfont("DejaVu Sans")).is_relative_to(matplotlib.get_data_path())
+    finally:
+        looks._own_fonts.cache_clear()
 
 
 def test_words_are_explained_where_there_are_times(tmp_path: Path) -> None:
@@ -881,7 +896,7 @@ def test_no_text_overlaps_another_and_all_of_it_is_inside(
             drawn[id(text)] = text
         draw(text, *arguments, **options)
 
-    with mpl_style.context(["default", RC]):
+    with style():
         figure = FIGURES[name](load([request.getfixturevalue(study)]))
         assert figure is not None
         monkeypatch.setattr(Text, "draw", remember)
@@ -911,7 +926,7 @@ def test_our_kernels_lie_on_top(everyone: Path, name: str) -> None:
 
 def test_marks_of_two_implementations_do_not_lie_on_each_other_in_the_error_figure(everyone: Path) -> None:
     comparison = load([everyone])
-    with mpl_style.context(["default", RC]):
+    with style():
         figure = FIGURES["error"](comparison)
         assert figure is not None
         figure.draw_without_rendering()

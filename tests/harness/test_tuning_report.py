@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from matplotlib import style as mpl_style
 from matplotlib.text import Text
 
 from harness import record
 from harness.record import Record, RecordError
 from harness.render import render_study
-from harness.render.looks import RC
+from harness.render.looks import style
 from harness.render.page import PAGE_FILE
 from harness.render.plots_tuning import MAX_CASES, cases_drawn, draw_regret
 from harness.render.tuning import read_tuning
@@ -125,7 +124,7 @@ def test_the_figure_has_the_largest_regret_first_and_no_text_over_another(tmp_pa
     assert tuning is not None
     drawn = cases_drawn(tuning)
     assert drawn == list(cases)[:2:-1]
-    with mpl_style.context(["default", RC]):
+    with style():
         figure = draw_regret(tuning, drawn, {(row.case, row.impl): "t" for row in tuning.found})
         figure.draw_without_rendering()
     [ax] = figure.axes
