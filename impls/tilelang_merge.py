@@ -1,8 +1,9 @@
-"""The arithmetic of merging unnormalised splits, for the kernels of clusters and of exchanges in TileLang."""
+"""The arithmetic of merging unnormalised splits, for the kernels of clusters and of exchanges in TileLang; and the
+logarithms that all of ours change their base with."""
 
 import tilelang.language as T
 
-LN_2 = 0.6931471805599453
+LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 
 
 @T.macro
