@@ -330,9 +330,9 @@ def _is_tie(first: Expectation, other: str) -> bool:
 def tile_of(problem: DecodeProblem, impl: str, seen: Sequence[Seen], sm_count: int) -> tuple[Seen, bool]:
     """The nearest case whose tile this implementation would also take here, and whether it surely would.
 
-    Our rules choose it by the shape and by the kind of work. TileLang's takes the shorter of two rings for even
-    work where nothing is split; so of a kind the longest ring is the one to count splits with. Where no recorded
-    case is of this kind, the nearest stands in.
+    Our rules choose it by the shape and by the kind of work. TileLang's takes a part of its ring for some of one
+    kind, such as even work where nothing is split; so the longest is the one to count splits with. Where no
+    recorded case is of this kind, the nearest stands in.
     """
     # Imports torch, which takes a second or two.
     from impls.splitkv_plan import few_unlike, share_exceeds, work_of
@@ -355,12 +355,12 @@ def splits_of(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) ->
     """Length -> splits, the longest first; CTAs; and whether the tile is the rule's too, not that of another plan.
 
     The splits are the rule's own, with the tile of a recorded plan; TileLang's rule has the tile too, where that
-    library is installed. Triton's takes somewhat fewer splits where
-    they can merge without a kernel of their own; here that is where the SMs hold a CTA each, for how many more one
-    holds is not in a record.
+    library is installed. Triton's takes somewhat fewer splits where they can merge without a kernel of their own;
+    here that is where the SMs hold a CTA each, for how many more one holds is not in a record.
     """
     # Imports torch, which takes a second or two.
     from impls.splitkv_plan import SPLIT_TUNING, choose_splits, split_limits, stays_whole
+    from impls.triton_tile import can_exchange
 
     if (made := _by_tilelang(problem, tile, sm_count)) is not None:
         table, per_split = made.table, made.tiles_per_split
@@ -376,14 +376,13 @@ def splits_of(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) ->
         whole = tile.get("library") == "triton" and stays_whole(
             problem, SPLIT_TUNING, sms=sm_count, tiles_per_split=per_split, at_once=PACKED_AN_SM * sm_count
         )
-        exchanges = problem.dtype != "float32" and problem.head_dim % 2 == 0
         table = choose_splits(
             problem,
             {**SPLIT_TUNING, "num_splits": 1} if whole else SPLIT_TUNING,
             sm_count=sm_count,
             tiles_per_split=per_split,
-            **limits._asdict(),
-            at_once=sm_count if exchanges else 0,
+            limits=limits,
+            at_once=sm_count if can_exchange(problem) else 0,
         )
     counts = dict(sorted(zip(problem.kv_lens, table.counts.tolist(), strict=True), reverse=True))
     return counts, table.splits * per_split, made is not None
@@ -393,19 +392,18 @@ def _by_tilelang(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int)
     """What TileLang's rule makes of a problem on the machine of a recorded plan; None where nobody can be asked."""
     from impls.contract import ImplUnavailable, PlanRefused
 
-    if tile.get("library") != "tilelang" or problem.dtype == "float32":
+    if tile.get("library") != "tilelang":
         return None
     try:
         from impls import tilelang_splitkv
         from impls.tilelang_machines import MACHINES
     except ImplUnavailable:
         return None
-    if problem.head_dim not in tilelang_splitkv.HEAD_DIMS:
+    if tilelang_splitkv.refused_problem(problem, gpu=True) is not None:
         return None
+    machine = MACHINES[tile["machine"]]
     try:
-        return tilelang_splitkv.decide(
-            MACHINES[tile["machine"]], problem, tilelang_splitkv.TUNING, sm_count
-        ).splitting
+        return tilelang_splitkv.decide(machine, problem, tilelang_splitkv.TUNING, sm_count).splitting
     except PlanRefused:
         return None
 

@@ -76,5 +76,5 @@ def pays_to_exchange(problem: DecodeProblem, *, keys: int, splits: int, sms: int
         splits: the most of one sequence.
         sms: SMs of the device.
     """
-    short = 2 * keys * problem.head_dim * problem.element_bytes <= LONG_CTA_BYTES
+    short = keys * problem.key_bytes <= LONG_CTA_BYTES
     return short and splits <= sms // PLACES

@@ -124,9 +124,14 @@ class DecodeProblem:
         return (0, *accumulate(self.kv_lens))
 
     @property
+    def key_bytes(self) -> int:
+        """Bytes of K and V of one key, for one KV head."""
+        return 2 * self.head_dim * self.element_bytes
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of K and V together: what every implementation must read at least once."""
-        return 2 * self.total_kv * self.heads_kv * self.head_dim * self.element_bytes
+        return self.total_kv * self.heads_kv * self.key_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """The problem as JSON values; ``scale`` is left out where it is the default."""

@@ -94,11 +94,7 @@ def choose_splits(
     *,
     sm_count: int,
     tiles_per_split: int,
-    min_keys: int,
-    enough: int | None = None,
-    together: int = 1,
-    one_round: bool = False,
-    whole_trips: bool = False,
+    limits: Limits,
     at_once: int = 0,
 ) -> SplitTable:
     """The split table of a problem under a tuning of :data:`SPLIT_TUNING`; see :func:`decide_splitting`."""
@@ -107,24 +103,20 @@ def choose_splits(
         return make_table(lens, equal_counts(lens, positive(choice, "num_splits")))
     if choice["waves"] is not None:
         slots = sm_count * positive(choice, "waves")
-        counts = proportional_counts(lens, tiles_per_split=tiles_per_split, slots=slots, min_keys=min_keys)
+        counts = proportional_counts(lens, tiles_per_split=tiles_per_split, slots=slots, min_keys=limits.min_keys)
         return make_table(lens, counts)
-    key_bytes = 2 * problem.head_dim * problem.element_bytes
+    key_bytes = problem.key_bytes
     return plan_splits(
         lens,
         tiles_per_split=tiles_per_split,
         ctas=sm_count,
-        min_keys=min_keys,
         overhead=CTA_OVERHEAD_BYTES * (2 if problem.head_dim > 128 else 1) // key_bytes,
         merging=MERGE_BYTES / key_bytes,
         combine=COMBINE_BYTES // key_bytes,
         exchanged=max(1, sm_count // PLACES),
         exchange_keys=LONG_CTA_BYTES // key_bytes,
         at_once=at_once if choice["merge"] == "auto" else 0,
-        enough=enough,
-        together=together,
-        one_round=one_round,
-        whole_trips=whole_trips,
+        **limits._asdict(),
     )
 
 
@@ -162,7 +154,7 @@ class Limits(NamedTuple):
 
 def full_speed_ctas(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: int) -> int:
     """CTAs, at most one an SM, whose rings put :data:`IN_FLIGHT_BYTES` an SM on their way."""
-    ring_bytes = 2 * block_n * num_stages * problem.head_dim * problem.element_bytes
+    ring_bytes = block_n * num_stages * problem.key_bytes
     return min(sms, max(1, -(-sms * IN_FLIGHT_BYTES // ring_bytes)))
 
 
@@ -187,7 +179,7 @@ def split_limits(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: 
         num_stages: tiles of the ring.
         tma: whether the ring is filled by TMA.
     """
-    ring_bytes = 2 * block_n * (num_stages if tma else num_stages - 1) * problem.head_dim * problem.element_bytes
+    ring_bytes = block_n * (num_stages if tma else num_stages - 1) * problem.key_bytes
     one_round = alike(problem) or ring_bytes > ALONE_BYTES or not share_exceeds(problem, sms, TINY_KEYS)
     if not tma:
         several = problem.batch * problem.heads_kv >= sms or work_of(problem, sms) == "long"
@@ -212,7 +204,7 @@ def share_exceeds(problem: DecodeProblem, sms: int, keys: int) -> bool:
 def short_keys(problem: DecodeProblem) -> int:
     """Keys in :data:`SHORT_BYTES`; above head dim 128, where a shorter tile gains less, in five eighths of it."""
     short = SHORT_BYTES * 5 // 8 if problem.head_dim > 128 else SHORT_BYTES
-    return short // (2 * problem.head_dim * problem.element_bytes)
+    return short // problem.key_bytes
 
 
 def few_unlike(problem: DecodeProblem, sms: int) -> bool:
@@ -265,7 +257,12 @@ def work_of(problem: DecodeProblem, sms: int) -> str:
         return "few" if 16 * ctas <= sms else "short"
     if not alike(problem) or ctas > sms:
         return "long"
-    return "steady" if 2 * keys * problem.head_dim * problem.element_bytes > STEADY_BYTES else "even"
+    return "steady" if keys * problem.key_bytes > STEADY_BYTES else "even"
+
+
+def leaves_splits(choice: Mapping[str, Scalar]) -> bool:
+    """Whether the caller has left all about splits to our rule, in the tuning of either kernel."""
+    return choice["num_splits"] == "auto" and choice["waves"] is None and choice.get("cluster") is None
 
 
 def stays_whole(
@@ -281,10 +278,9 @@ def stays_whole(
         tiles_per_split: CTAs that one split launches.
         at_once: CTAs of this kernel that are surely on the device at once; 0 where that is not known.
     """
-    free = choice["num_splits"] == "auto" and choice["waves"] is None and choice.get("cluster") is None
     ctas = problem.batch * tiles_per_split
     full = ctas <= at_once or 10 * ctas >= 7 * sms * -(-ctas // sms)
-    return free and ctas > sms and full and work_of(problem, sms) == "packed"
+    return leaves_splits(choice) and ctas > sms and full and work_of(problem, sms) == "packed"
 
 
 def upload(rows: Int32Array, device: torch.device) -> Tensor:
@@ -355,7 +351,7 @@ def decide_splitting(
         choice if num_splits is None else {**choice, "num_splits": num_splits},
         sm_count=sm_count,
         tiles_per_split=tiles_per_split,
-        **limits._asdict(),
+        limits=limits,
         at_once=at_once,
     )
     if choice["merge"] not in MERGES:

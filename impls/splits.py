@@ -168,7 +168,7 @@ def proportional_counts(kv_lens: Lengths, *, tiles_per_split: int, slots: int, m
         ``[B]`` int64, each at least 1.
     """
     lens = as_array(kv_lens)
-    return _rounded(2 * lens, _chunk(int(lens.sum()) * tiles_per_split, slots, min_keys))
+    return _rounded(lens, _chunk(int(lens.sum()) * tiles_per_split, slots, min_keys))
 
 
 def _chunk(work: int, slots: int, min_keys: int) -> int:
@@ -176,22 +176,22 @@ def _chunk(work: int, slots: int, min_keys: int) -> int:
     return max(min_keys, -(-work // slots), 1)
 
 
-def _rounded(twice: Int64Array, chunk: int, merging: float = 0.0) -> Int64Array:
-    """Half of ``twice`` in chunks, rounded half up in integers, within what is allowed.
+def _rounded(lens: Int64Array, chunk: int, merging: float = 0.0) -> Int64Array:
+    """``lens`` in chunks, rounded half up in integers, within what is allowed.
 
     Args:
-        twice: ``[B]``, twice the keys of each sequence.
+        lens: ``[B]``, keys of each sequence.
         chunk: keys that one split should have.
         merging: see :func:`most_splits`; 0 where merging costs nothing.
     """
-    counts = twice + chunk
-    counts //= 2 * chunk
-    return _capped(counts, twice // 2, merging)
+    counts = lens + chunk // 2
+    counts //= chunk
+    return _capped(counts, lens, merging)
 
 
 def _nearest(keys: int, chunk: int) -> int:
     """``keys`` in chunks, rounded half up, at least 1."""
-    return max(1, (2 * keys + chunk) // (2 * max(1, chunk)))
+    return max(1, (keys + chunk // 2) // max(1, chunk))
 
 
 def _capped(counts: Int64Array, lens: Int64Array, merging: float) -> Int64Array:
@@ -270,7 +270,6 @@ def balanced_counts(
     """
     lens = as_array(kv_lens)
     total = int(lens.sum())
-    twice = lens * 2
     longest = lens.item(at := lens.argmax()) if total else 0
     work = total * tiles_per_split
     if longest * len(lens) == total:
@@ -292,7 +291,7 @@ def balanced_counts(
         return np.full_like(lens, splits)
     negative = -lens  # minus the floor of minus a quotient is its ceiling
     if enough is not None and EVEN * lens.item(lens.argmin()) >= (chunk := _chunk(work, enough, min_keys)):
-        counts = _rounded(twice, chunk, merging)
+        counts = _rounded(lens, chunk, merging)
         keys = -(negative // counts)  # of the longest split of each sequence
         fits = int(counts.sum()) * tiles_per_split <= ctas
         if fits and keys.max() <= EVEN * chunk and EVEN * keys.min() >= chunk:
@@ -305,14 +304,14 @@ def balanced_counts(
     def schedule(counts: Int64Array) -> Schedule:
         return Schedule(overhead - negative // counts, counts, copies=tiles_per_split, ctas=ctas)
 
-    counts = _rounded(twice, _chunk(work, ctas, min_keys), merging)
+    counts = _rounded(lens, _chunk(work, ctas, min_keys), merging)
     fewest = together if int(counts.sum()) * tiles_per_split > ctas else 1
     if fewest > 1:
-        counts = _rounded(twice, _chunk(work, ctas * fewest, min_keys), merging)
+        counts = _rounded(lens, _chunk(work, ctas * fewest, min_keys), merging)
     best, best_counts, splits = schedule(counts), counts, int(counts.sum())
     if one_round and ctas < splits * tiles_per_split <= SLIGHTLY * ctas:
         for places in LESS:
-            counts = _rounded(twice, _chunk(work, int(places * ctas), min_keys), merging)
+            counts = _rounded(lens, _chunk(work, int(places * ctas), min_keys), merging)
             if int(counts.sum()) * tiles_per_split <= ctas:
                 fitting = schedule(counts)
                 if fitting.ends_before(best, 1.0):
@@ -327,7 +326,7 @@ def balanced_counts(
             continue
         if not best.may_end_after(last.even_share / WORTHWHILE):
             break  # shorter chunks only add splits, and each of them a start and an end
-        counts = _rounded(twice, chunk, merging)
+        counts = _rounded(lens, chunk, merging)
         if (more := int(counts.sum())) == splits:
             continue
         splits = more

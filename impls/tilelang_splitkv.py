@@ -569,11 +569,11 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
     tile = tiles[ring_share(problem, choice, tiles[2], sms) if 2 in tiles else 1]
     limits = split_limits(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=machine.tma)
     tiles_per_split, places = problem.tiles_per_split(tile.block_h), at_once(machine, problem, tile, sms)
-    num_splits = clustered_splits(machine, problem, choice, tile, sms=sms)
-    if problem.head_dim <= 128 and stays_whole(
-        problem, choice, sms=sms, tiles_per_split=tiles_per_split, at_once=places
-    ):
-        num_splits = 1
+    shape = {"sms": sms, "tiles_per_split": tiles_per_split, "at_once": places}
+    if problem.head_dim <= 128 and stays_whole(problem, choice, **shape):
+        num_splits: int | None = 1
+    else:
+        num_splits = clustered_splits(machine, problem, choice, tile, sms=sms)
     # Who asks for another way to merge has said no to clusters.
     asked = 1 if choice["cluster"] is None and choice["merge"] != "auto" else choice["cluster"]
     splitting = decide_splitting(
@@ -653,6 +653,15 @@ class TileLangPlan(SplitKVPlan):
             out.copy_(result)
 
 
+def refused_problem(problem: DecodeProblem, *, gpu: bool) -> str | None:
+    """Why no kernel is compiled for a problem, whatever the device of that kind; None where one is."""
+    if problem.head_dim not in HEAD_DIMS:
+        return f"head_dim: expected one of {', '.join(map(str, HEAD_DIMS))}, got {problem.head_dim}"
+    if gpu and problem.dtype == "float32":
+        return "dtype: expected float16 or bfloat16 on a GPU (float32 would go through TF32), got float32"
+    return None
+
+
 class TileLangSplitKV:
     """Our split-KV kernel in TileLang; see :class:`impls.contract.DecodeImpl`.
 
@@ -668,11 +677,10 @@ class TileLangSplitKV:
 
     def unsupported(self, problem: DecodeProblem, device: torch.device) -> str | None:
         """Refuses head dims that are not compiled, float32 on a GPU, and GPUs before sm_80."""
-        if problem.head_dim not in HEAD_DIMS:
-            return f"head_dim: expected one of {', '.join(map(str, HEAD_DIMS))}, got {problem.head_dim}"
-        if device.type == "cuda":
-            if problem.dtype == "float32":
-                return "dtype: expected float16 or bfloat16 on a GPU (float32 would go through TF32), got float32"
+        gpu = device.type == "cuda"
+        if (reason := refused_problem(problem, gpu=gpu)) is not None:
+            return reason
+        if gpu:
             return check_capability(device, (8, 0))
         if device.type != "cpu":
             return f"device: expected cuda or cpu, got {device.type}"

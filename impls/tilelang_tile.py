@@ -12,7 +12,16 @@ import numpy as np
 from impls.contract import Scalar
 from impls.problem import DecodeProblem
 from impls.space import Space
-from impls.splitkv_plan import alike, few_unlike, full_speed_ctas, positive, share_exceeds, short_keys, work_of
+from impls.splitkv_plan import (
+    alike,
+    few_unlike,
+    full_speed_ctas,
+    leaves_splits,
+    positive,
+    share_exceeds,
+    short_keys,
+    work_of,
+)
 from impls.splits import Int64Array, common_count
 from impls.tilelang_cluster import (
     CTA_BYTES,
@@ -241,10 +250,9 @@ def clustered_splits(
         tile: of the split kernel.
         sms: SMs of the device.
     """
-    free = choice["num_splits"] == "auto" and choice["merge"] == "auto"
-    shortest = min(problem.kv_lens, default=0)
-    if not free or choice["waves"] is not None or choice["cluster"] is not None:
+    if not leaves_splits(choice) or choice["merge"] != "auto":
         return None
+    shortest = min(problem.kv_lens, default=0)
     ring = tile.num_stages * tile.block_n
     if shortest == problem.max_kv:
         enough = full_speed_ctas(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages)

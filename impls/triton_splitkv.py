@@ -67,6 +67,7 @@ from impls.triton_tile import (
     Tile,
     at_once,
     block_d,
+    can_exchange,
     choose_tile,
     combine_warps,
     holds_v,
@@ -372,9 +373,7 @@ def decide(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Sc
 
 def _at_once(problem: DecodeProblem, device: torch.device, tile: Tile) -> int:
     """CTAs that may merge by exchange: those surely on the device at once, 0 where there is no such kernel."""
-    # Words go in pairs. Next to float32 products, which fill the registers, the compiler spills.
-    can_exchange = not INTERPRETED and problem.head_dim % 2 == 0 and problem.dtype != "float32"
-    return at_once(problem, tile, device) if can_exchange else 0
+    return at_once(problem, tile, device) if not INTERPRETED and can_exchange(problem) else 0
 
 
 class TritonPlan(SplitKVPlan):

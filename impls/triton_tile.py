@@ -173,6 +173,14 @@ def at_once(problem: DecodeProblem, tile: Tile, device: torch.device) -> int:
     return properties["multiprocessor_count"] * max(1, min(by_memory, by_registers))
 
 
+def can_exchange(problem: DecodeProblem) -> bool:
+    """Whether the compiled kernel can merge by exchange.
+
+    Words go in pairs. Next to float32 products, which fill the registers, the compiler spills.
+    """
+    return problem.head_dim % 2 == 0 and problem.dtype != "float32"
+
+
 def sm_count(device: torch.device) -> int:
     """SMs of a GPU; on a CPU, what stands in for them."""
     return _device_properties(device)["multiprocessor_count"] if device.type == "cuda" else CPU_CTAS

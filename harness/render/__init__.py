@@ -80,6 +80,6 @@ def _write_report(folders: Sequence[Path]) -> tuple[Path, Comparison | None]:
         helper.begin(comparison, figures, FIGURES)
         repeat = read_repeat(comparison, target)
         said = context(comparison, target, repeat) | {"deep": deep_check(target)}
-        said["tuned"] = tuning_section(target, comparison.own_configs())
+        said["tuned"] = tuning_section(target, comparison.plans_chosen())
         drawn = draw_all(comparison, figures, helper)
     return write_report(comparison, said, drawn, target), comparison

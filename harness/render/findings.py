@@ -52,7 +52,7 @@ def headline(comparison: Comparison) -> list[str]:
 def _plans(comparison: Comparison, ours: Sequence[str]) -> list[str]:
     """What times leave out that comes with new lengths."""
     rows = comparison.impls[comparison.impls["label"] == comparison.impls["impl"]]
-    cost = {impl: us for impl, us in rows.groupby("impl", sort=False)["plan_us"].median().items() if us == us}
+    cost = rows.groupby("impl", sort=False)["plan_us"].median().dropna().to_dict()
     own = [f"{number_text(cost[impl], 3)} µs ({code(impl)})" for impl in ours if impl in cost]
     peers = [cost[impl] for impl in peers_of(comparison) if impl in cost]
     if not own:

@@ -126,6 +126,7 @@ COLUMNS: Mapping[str, type] = {
     "work_items": float,
     "splits_total": float,
     "ran": object,
+    "chosen": object,
     "merge": str,
     "splits_note": str,
     "config": str,
@@ -207,15 +208,10 @@ class Comparison:
         chosen = own_choices(self._first)
         return tuple(label for label in self.series if label in chosen)
 
-    def own_configs(self) -> dict[tuple[str, str], dict[str, str]]:
-        """(case, implementation) -> what its own choice came to, as text."""
-        found: dict[tuple[str, str], dict[str, str]] = {}
-        for row in self.impls.to_dict("records"):
-            if row["label"] == row["impl"] and row["config"]:
-                told = dict(part.split("=", 1) for part in row["config"].split(", "))
-                counts = {key: f"{row[key]:.0f}" for key in ("splits_max", "work_items")}
-                found[row["case"], row["impl"]] = told | counts
-        return found
+    def plans_chosen(self) -> dict[tuple[str, str], Mapping[str, Any]]:
+        """(case, implementation) -> what our rules have chosen there, where nothing was asked for."""
+        own = self.impls[(self.impls["label"] == self.impls["impl"]) & self.impls["chosen"].notna()]
+        return {(row.case, row.impl): row.chosen for row in each(own)}
 
     @property
     def has_fixed(self) -> bool:

@@ -22,6 +22,9 @@ from harness.record import (
 from impls.catalog import ABLATIONS, OURS
 from impls.problem import DecodeProblem
 
+CHOSEN = ("block_n", "num_stages", "eager", "work_items", "splits_max")
+"""What of a plan our rules choose, by which an own choice is told from an older one."""
+
 PROBLEM_COLUMNS = ("dtype", "batch", "heads_q", "heads_kv", "head_dim", "total_kv", "max_kv", "kv_bytes")
 
 Row: TypeAlias = dict[str, Any]
@@ -73,11 +76,13 @@ def row_of(record: Record) -> Row:
 
 
 def _as_it_ran(row: Row, config: Mapping[str, Any], problem: DecodeProblem) -> Row:
-    """What tells whether two of our plans are one kernel with the same splits, and how many splits there are."""
+    """What tells whether two of our plans are one kernel with the same splits, what of that our rules have chosen,
+    and how many splits there are."""
     splits, items, block_h = (config.get(key) for key in ("splits_max", "work_items", "block_h"))
     if splits is None or items is None:
         return {}
-    ran: Row = {"ran": (row["config"], splits, items)}
+    chosen = {key: config[key] for key in CHOSEN if key in config}
+    ran: Row = {"ran": (row["config"], splits, items), "chosen": chosen}
     if block_h:  # a CTA takes one split, one KV head and up to block_h of the query heads that share it
         total = items / problem.tiles_per_split(block_h)
         ran["splits_total"] = total if total == int(total) else None

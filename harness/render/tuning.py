@@ -94,23 +94,23 @@ def read_tuning(folder: Path) -> Tuning | None:
     return Tuning(found, {row.run_id: runs[row.run_id] for row in found}, study)
 
 
-def tuning_section(folder: Path, ran: Mapping[tuple[str, str], Mapping[str, str]]) -> dict[str, Any] | None:
+def tuning_section(folder: Path, ran: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, Any] | None:
     """What the template fills in; None where :func:`read_tuning` has nothing.
 
     Args:
         folder: of the study.
-        ran: (case, implementation) -> what the own choice came to in the records of the same report, as text.
+        ran: (case, implementation) -> what the own choice was in the records of the same report, of :data:`CHOSEN`.
     """
     tuning = read_tuning(folder)
     return None if tuning is None else section_of(tuning) | {"changed": _changed(tuning.found, ran)}
 
 
-def _changed(found: Sequence[Tuned], ran: Mapping[tuple[str, str], Mapping[str, str]]) -> str:
+def _changed(found: Sequence[Tuned], ran: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
     """Where the own choice that was tuned is not the one that the records ran; empty where it is everywhere."""
     told = []
     for row in found:
         was, now = row.default_config or {}, ran.get((row.case, row.impl), {})
-        keys = [key for key in CHOSEN if key in was and key in now and str(was[key]) != now[key]]
+        keys = [key for key in now if key in was and was[key] != now[key]]
         if keys:
             how = join([f"{escape(key)} {now[key]}, here {was[key]}" for key in keys])
             told.append(f"{code(row.impl)} on {code(row.case)} ({how})")
@@ -226,10 +226,6 @@ def _case(row: Tuned, smallest: float) -> list[str]:
         ABSENT if row.best is None else escape(tuning_text(row.best)),
         _tried(row.tried, row.distinct),
     ]
-
-
-CHOSEN = ("block_n", "num_stages", "eager", "work_items", "splits_max")
-"""What of a plan our rules choose, by which an own choice is told from an older one."""
 
 
 def _plan_text(config: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from harness.recommend import (
 from harness.record import RecordError
 from impls.catalog import OURS
 from impls.problem import DecodeProblem
-from impls.splitkv_plan import SPLIT_TUNING, choose_splits
+from impls.splitkv_plan import SPLIT_TUNING, Limits, choose_splits
 from tests.harness.fake_records import (
     CEILING_GBPS,
     GPU_CASES,
@@ -117,7 +117,7 @@ def test_a_recorded_batch_is_answered_by_its_record(folder: Path) -> None:
 def test_splits_are_those_that_the_plan_would_make(folder: Path) -> None:
     batch = problem([65536, 700, 700, 20000])
     advice = recommend(batch, folder)
-    table = choose_splits(batch, SPLIT_TUNING, sm_count=132, tiles_per_split=8, min_keys=128)
+    table = choose_splits(batch, SPLIT_TUNING, sm_count=132, tiles_per_split=8, limits=Limits(128))
     assert advice.splits["triton-splitkv"] == dict(zip(batch.kv_lens, table.counts.tolist(), strict=True))
     assert list(advice.splits["triton-splitkv"]) == [65536, 20000, 700]
     assert advice.ctas["triton-splitkv"] == 8 * table.splits

@@ -15,7 +15,7 @@ from impls.catalog import OURS, load
 from impls.contract import DecodeImpl, check_tuning
 from impls.problem import DecodeProblem
 from impls.space import SPLIT_SPACE, Configuration, Tunable, expand
-from impls.splitkv_plan import SPLIT_TUNING, choose_splits
+from impls.splitkv_plan import SPLIT_TUNING, Limits, choose_splits
 from tests.impls.test_triton import ask_compiler
 
 CASES = load_study("reports/h200-decode").cases
@@ -52,7 +52,7 @@ def what_runs(impl: DecodeImpl, problem: DecodeProblem, configuration: Configura
         block_n, block_h = tile.block_n, tile.block_h
     tiles = problem.heads_kv * -(-problem.group // block_h)
     splits = {key: choice[key] for key in SPLIT_TUNING}
-    table = choose_splits(problem, splits, sm_count=SM_COUNT, tiles_per_split=tiles, min_keys=block_n)
+    table = choose_splits(problem, splits, sm_count=SM_COUNT, tiles_per_split=tiles, limits=Limits(block_n))
     return tile, tuple(table.counts.tolist())
 
 
