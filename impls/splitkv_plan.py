@@ -6,7 +6,7 @@ Those are decided and allocated here; a kernel file adds its tile and its launch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,11 +65,14 @@ COMBINE_BYTES = 50 << 10
 SHORT_BYTES = 1 << 20
 """K and V for each SM up to which a few sequences of different lengths are short work (:func:`few_unlike`)."""
 
-WORK = ("long", "short", "few", "crowd", "packed", "even", "steady")
+WORK = ("long", "short", "few", "crowd", "packed", "even", "steady", "rounds", "spill")
 """Kinds of batches, which have tiles of their own (:func:`work_of`)."""
 
 STEADY_BYTES = 2 << 20
 """K and V of a CTA over which it reads so long that its start hardly matters."""
+
+SPILL_KEYS = 6 << 10
+"""Keys of a sequence up to which somewhat more CTAs than SMs are a kind of their own (:func:`work_of`)."""
 
 IN_FLIGHT_BYTES = 60 << 10
 """K and V on their way for each SM at which TMA reads at the memory's full speed: 8 MB on an H200, by 64 CTAs of
@@ -169,8 +172,8 @@ def split_limits(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: 
     for long work and for more sequences than an SM each.
 
     Somewhat fewer CTAs that make one round are weighed where a second one cannot hide: where a CTA has an SM to
-    itself (:data:`ALONE_BYTES`); for sequences about equally long; and for so little work that starting a CTA costs
-    more than it reads.
+    itself (:data:`ALONE_BYTES`); for sequences about equally long; for a few unlike ones, from head dim 65 to 128;
+    and for so little work that starting a CTA costs more than it reads.
 
     Args:
         sms: SMs of the device.
@@ -180,7 +183,9 @@ def split_limits(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: 
         tma: whether the ring is filled by TMA.
     """
     ring_bytes = block_n * (num_stages if tma else num_stages - 1) * problem.key_bytes
-    one_round = alike(problem) or ring_bytes > ALONE_BYTES or not share_exceeds(problem, sms, TINY_KEYS)
+    unlike = 64 < problem.head_dim <= 128 and few_unlike(problem, sms)
+    tiny = not share_exceeds(problem, sms, TINY_KEYS)
+    one_round = alike(problem) or ring_bytes > ALONE_BYTES or tiny or unlike
     if not tma:
         several = problem.batch * problem.heads_kv >= sms or work_of(problem, sms) == "long"
         together = 2 if problem.head_dim <= 64 and several else 1
@@ -221,14 +226,18 @@ def few_unlike(problem: DecodeProblem, sms: int) -> bool:
 
 
 def crowd(problem: DecodeProblem, sms: int) -> bool:
-    """Whether many short sequences are read whole by four CTAs an SM and more, none of which outlasts the others.
+    """Whether many short sequences are read whole by three CTAs an SM and more, or by four if they are alike, none
+    of which outlasts the others.
 
-    Up to 2048 keys a CTA; the longest has at most three fifths of what an SM reads in all. Several CTAs share an SM
-    then, and hide each other's start and end; tiles half as long waste less at the ends of sequences.
+    Up to 2048 keys a CTA; the longest has at most three fifths of what an SM reads in all, or up to head dim 64,
+    where CTAs are more and each slower, half of it. Several CTAs share an SM then, and hide each other's start and
+    end; tiles half as long waste less at the ends of sequences.
     """
     ctas = problem.batch * problem.heads_kv
     keys = problem.total_kv * problem.heads_kv
-    return ctas >= 4 * sms and keys <= 2048 * ctas and 5 * problem.max_kv * sms <= 3 * keys
+    many = ctas >= (4 if alike(problem) else 3) * sms and keys <= 2048 * ctas
+    tenths = 5 if problem.head_dim <= 64 else 6
+    return many and 10 * problem.max_kv * sms <= tenths * keys
 
 
 def work_of(problem: DecodeProblem, sms: int) -> str:
@@ -240,11 +249,12 @@ def work_of(problem: DecodeProblem, sms: int) -> str:
 
     Short: fewer than :data:`TINY_KEYS` a CTA; or a few of different lengths, cut into splits that no round holds
     evenly (:func:`few_unlike`). Few: the same of so few sequences that a CTA for each would leave 15 of 16 SMs
-    without. Long: the rest of what differs in length, or makes several rounds; several long CTAs may meet on one
-    SM, so each gets an SM of its own.
+    without. Long: the rest of what differs in length; several long CTAs may meet on one SM, so each gets an SM of
+    its own.
 
-    Even: sequences of about one length that one round of CTAs reads, each on an SM of its own. Steady: even, with
-    over :data:`STEADY_BYTES` a CTA.
+    The rest is of about one length. Even: one round of CTAs reads it, each on an SM of its own. Steady: even, with
+    over :data:`STEADY_BYTES` a CTA. Rounds: more CTAs than SMs. Spill, for head dims from 65 to 128: at most half
+    as many more, of up to :data:`SPILL_KEYS`.
     """
     ctas = problem.batch * problem.heads_kv
     keys = problem.total_kv * problem.heads_kv / max(ctas, sms)
@@ -255,8 +265,11 @@ def work_of(problem: DecodeProblem, sms: int) -> str:
         return "packed"
     if keys < TINY_KEYS or few_unlike(problem, sms):
         return "few" if 16 * ctas <= sms else "short"
-    if not alike(problem) or ctas > sms:
+    if not alike(problem):
         return "long"
+    if ctas > sms:
+        little = 2 * ctas <= 3 * sms and keys <= SPILL_KEYS
+        return "spill" if little and 64 < problem.head_dim <= 128 else "rounds"
     return "steady" if keys * problem.key_bytes > STEADY_BYTES else "even"
 
 
@@ -265,11 +278,38 @@ def leaves_splits(choice: Mapping[str, Scalar]) -> bool:
     return choice["num_splits"] == "auto" and choice["waves"] is None and choice.get("cluster") is None
 
 
+def rounds_splits(
+    problem: DecodeProblem, choice: Mapping[str, Scalar], *, sms: int, tiles_per_split: int
+) -> int | None:
+    """Splits of every sequence in rounds, up to head dim 64, or None for other work.
+
+    Two, if that fills whole rounds of CTAs by over 8 % more than one does. More are not worth it: tiles share an
+    SM, so that no round waits for another.
+
+    Args:
+        problem: what is to be computed.
+        choice: the tuning; who chooses anything about splits has chosen.
+        sms: SMs of the device.
+        tiles_per_split: CTAs that one split launches.
+    """
+    ctas = problem.batch * tiles_per_split
+    if not leaves_splits(choice) or problem.head_dim > 64 or work_of(problem, sms) != "rounds":
+        return None
+    rounds, twice = -(-ctas // sms), -(-2 * ctas // sms)
+    return 2 if 2 * rounds > 1.08 * twice else 1
+
+
 def stays_whole(
-    problem: DecodeProblem, choice: Mapping[str, Scalar], *, sms: int, tiles_per_split: int, at_once: int
+    problem: DecodeProblem,
+    choice: Mapping[str, Scalar],
+    *,
+    sms: int,
+    tiles_per_split: int,
+    at_once: int,
+    kinds: Collection[str] = ("packed", "crowd"),
 ) -> bool:
-    """Whether nothing is split: packed work of over a CTA an SM that is all on the device at once, or whose rounds
-    of CTAs are at least 70 % full.
+    """Whether nothing is split: work of these kinds of over a CTA an SM that is all on the device at once, or
+    whose rounds of CTAs are at least 70 % full.
 
     Args:
         problem: what is to be computed.
@@ -277,10 +317,11 @@ def stays_whole(
         sms: SMs of the device.
         tiles_per_split: CTAs that one split launches.
         at_once: CTAs of this kernel that are surely on the device at once; 0 where that is not known.
+        kinds: of work (:func:`work_of`).
     """
     ctas = problem.batch * tiles_per_split
     full = ctas <= at_once or 10 * ctas >= 7 * sms * -(-ctas // sms)
-    return leaves_splits(choice) and ctas > sms and full and work_of(problem, sms) == "packed"
+    return leaves_splits(choice) and ctas > sms and full and work_of(problem, sms) in kinds
 
 
 def upload(rows: Int32Array, device: torch.device) -> Tensor:
@@ -315,6 +356,33 @@ class Splitting:
     ctas: int
     slots: int
     workspace_bytes: int
+
+    @property
+    def longest(self) -> int:
+        """Keys of the longest split."""
+        return int(self.table.items[:, 2].max()) if self.table.splits else 0
+
+
+def stand_alone(problem: DecodeProblem, splitting: Splitting, sms: int) -> bool:
+    """Whether the CTAs of a few unlike sequences hardly share SMs, as planned: then each wants the long tile.
+
+    With under 1.6 CTAs an SM, most have an SM to themselves and the longest decides; no more of its K and V are on
+    their way than it asks for by itself. Up to head dim 64 only where nothing is split, some SMs hold two, and the
+    longest is over 15 % longer than an SM's share; not above head dim 128, where there is no shorter tile
+    (measured: ``reports/NOTES.md``).
+
+    Args:
+        problem: what is to be computed.
+        splitting: what is planned with the short tile.
+        sms: SMs of the device.
+    """
+    ctas = splitting.ctas
+    if problem.head_dim > 128 or not few_unlike(problem, sms) or 5 * ctas >= 8 * sms:
+        return False
+    if problem.head_dim <= 64:
+        whole = splitting.table.slots == 0 and ctas > sms and share_exceeds(problem, sms, 2 * TINY_KEYS)
+        return whole and not share_exceeds(problem, sms, splitting.longest * 20 // 23)
+    return share_exceeds(problem, sms, TINY_KEYS)
 
 
 def decide_splitting(

@@ -239,6 +239,9 @@ def balanced_counts(
     and shorter splits, handed out longest first, even that out. :class:`impls.makespan.Schedule` tells which
     it is; most batches are decided by what every schedule must take, an even share and the longest split.
 
+    Sequences of about one length, none longer than the mean by over a quarter, are not split where a CTA for each
+    takes four of five SMs and more, in one round: what is left is not worth a second one.
+
     Equally long sequences leave nothing to even out. In one round they need only as many splits as read at the
     memory's full speed, ``enough``: every further one is one more to merge. So do others, if so few splits are
     about equally long (:data:`EVEN`). Where ``enough`` is not known, or one round does not hold them, equally long
@@ -289,6 +292,9 @@ def balanced_counts(
                 whole_trips=whole_trips,
             )
         return np.full_like(lens, splits)
+    whole = len(lens) * tiles_per_split
+    if 5 * whole >= 4 * ctas and whole <= ctas and 4 * longest * len(lens) <= 5 * total:
+        return np.ones_like(lens)  # a CTA alone reads faster than its share of the memory's speed
     negative = -lens  # minus the floor of minus a quotient is its ceiling
     if enough is not None and EVEN * lens.item(lens.argmin()) >= (chunk := _chunk(work, enough, min_keys)):
         counts = _rounded(lens, chunk, merging)
@@ -375,7 +381,8 @@ def even_splits(
     """Splits of equally long sequences with which the last of up to five rounds of CTAs ends first.
 
     ``n`` splits make ``ceil(n * whole / ctas)`` rounds of ``ceil(keys / n)`` keys and the overhead each. A further
-    round must be worth its while.
+    round must be worth its while. Splits of one or two tiles of ``min_keys`` are no more than make so many: one of
+    a key more than a tile takes as long as one of two.
 
     Args:
         keys: of each sequence.
@@ -386,15 +393,15 @@ def even_splits(
         merging: as of :func:`balanced_counts`.
         whole_trips: as of :func:`balanced_counts`.
     """
-    shortest = max(1, -(-keys // max(1, min_keys))) if whole_trips else _nearest(keys, min_keys)
-    most = min(shortest, most_splits(keys, merging))
+    most = min(max(1, -(-keys // max(1, min_keys))), most_splits(keys, merging))
     best, least = 1, math.inf
     for waves in EVEN_WAVES:
         splits = min(max(1, waves * ctas // max(1, whole)), most)
         cost = -(-splits * whole // ctas) * (-(-keys // splits) + overhead)
         if cost < WORTHWHILE * least:
             best, least = splits, cost
-    return best
+    tiles = -(-keys // (best * max(1, min_keys)))
+    return -(-keys // (tiles * min_keys)) if 0 < tiles <= 2 and not whole_trips else best
 
 
 def plan_splits(

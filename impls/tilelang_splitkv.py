@@ -63,7 +63,10 @@ from impls.splitkv_plan import (
     SplitKVPlan,
     Splitting,
     decide_splitting,
+    leaves_splits,
+    rounds_splits,
     split_limits,
+    stand_alone,
     stays_whole,
 )
 
@@ -100,6 +103,7 @@ try:
         clustered_splits,
         combine_threads,
         head_rows,
+        pairs_end_sooner,
         ring_share,
         ring_tiles,
         tile_bytes,
@@ -567,16 +571,37 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
     """
     tiles = ring_tiles(machine, problem, choice)
     tile = tiles[ring_share(problem, choice, tiles[2], sms) if 2 in tiles else 1]
+    splitting = _split(machine, problem, choice, tile, sms)
+    if tile != tiles[1] and leaves_splits(choice) and stand_alone(problem, splitting, sms):
+        tile = tiles[1]
+        splitting = _split(machine, problem, choice, tile, sms)
+    free = leaves_splits(choice) and choice["merge"] == "auto"
+    if machine.clusters and free and pairs_end_sooner(problem, splitting, tile, sms=sms):
+        pairs = _split(machine, problem, choice, tile, sms, num_splits=2)
+        splitting = pairs if pairs.cluster == 2 else splitting
+    return Decision(tuple(tiles.values()), tile, splitting)
+
+
+def _split(
+    machine: Machine,
+    problem: DecodeProblem,
+    choice: Mapping[str, Scalar],
+    tile: Tile,
+    sms: int,
+    num_splits: int | None = None,
+) -> Splitting:
+    """Splits for a tile, and the way to merge them; ``num_splits`` of every sequence, where that is given."""
     limits = split_limits(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=machine.tma)
     tiles_per_split, places = problem.tiles_per_split(tile.block_h), at_once(machine, problem, tile, sms)
-    shape = {"sms": sms, "tiles_per_split": tiles_per_split, "at_once": places}
-    if problem.head_dim <= 128 and stays_whole(problem, choice, **shape):
-        num_splits: int | None = 1
-    else:
-        num_splits = clustered_splits(machine, problem, choice, tile, sms=sms)
+    if num_splits is None:
+        whole = problem.head_dim <= 128 and stays_whole(
+            problem, choice, sms=sms, tiles_per_split=tiles_per_split, at_once=places
+        )
+        num_splits = 1 if whole else rounds_splits(problem, choice, sms=sms, tiles_per_split=tiles_per_split)
+        num_splits = num_splits or clustered_splits(machine, problem, choice, tile, sms=sms)
     # Who asks for another way to merge has said no to clusters.
     asked = 1 if choice["cluster"] is None and choice["merge"] != "auto" else choice["cluster"]
-    splitting = decide_splitting(
+    return decide_splitting(
         problem,
         choice,
         sm_count=sms,
@@ -586,7 +611,6 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
         choose_cluster=lambda counts: choose_cluster(machine, problem, tile, asked, counts, sms=sms),
         at_once=places,
     )
-    return Decision(tuple(tiles.values()), tile, splitting)
 
 
 def sms_of(device: torch.device) -> int:

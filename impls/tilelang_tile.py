@@ -13,6 +13,8 @@ from impls.contract import Scalar
 from impls.problem import DecodeProblem
 from impls.space import Space
 from impls.splitkv_plan import (
+    COMBINE_BYTES,
+    Splitting,
     alike,
     few_unlike,
     full_speed_ctas,
@@ -131,17 +133,9 @@ def ring_share(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile,
     """Which of :func:`ring_tiles` our rule takes, where there are more than one (measured: ``reports/NOTES.md``).
 
     Less than the whole ring lets several CTAs share an SM, where they hide each other's start and end, and wastes
-    less at the ends of short sequences. Crowds (:func:`impls.splitkv_plan.crowd`) take half up to head dim 128, and
-    a quarter up to 64. Packed work (:func:`impls.splitkv_plan.work_of`) takes half, or a quarter up to head dim 64
-    with over three CTAs an SM; from head dim 65 to 128 only if the sequences are no longer than four whole rings. A
-    few sequences of different lengths take half from head dim 65 to 128, unless an SM's share of all fits the whole
-    ring: then there is nothing to even out.
-
-    For sequences about equally long, so many that each CTA may read a whole one in the only round: if half of the
-    ring in one CTA an SM is enough for the memory's full speed, the other half is longer on its way and ends in
-    longer last tiles, which nothing hides. Up to head dim 64, half wherever whole sequences make one round at most,
-    or an SM's share of all is short: a byte comes with twice as much to compute, so that as few CTAs as the whole
-    ring suggests are too slow.
+    less at the ends of short sequences. How many of the CTAs an SM holds also decides how evenly they are laid out,
+    and nothing does so more where sequences are read whole and short: see :func:`_narrow_share` and
+    :func:`_medium_share`. Above head dim 128, packed work takes half from one and a half CTAs an SM on.
 
     Args:
         problem: what is to be computed.
@@ -151,24 +145,57 @@ def ring_share(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile,
     """
     if choice["waves"] is not None or choice["cluster"] is not None or choice["num_splits"] not in ("auto", 1):
         return 1
-    ring = 2 * half.block_n * half.num_stages
     ctas = problem.batch * problem.tiles_per_split(half.block_h)
     work = work_of(problem, sms)
-    if work == "crowd":
-        return 4 if problem.head_dim <= 64 else 2 if problem.head_dim <= 128 else 1
-    if work == "packed":
-        if problem.head_dim <= 64:
-            return 2 if ctas <= 3 * sms else 4
-        short = problem.total_kv <= 4 * ring * problem.batch
-        return 2 if short or problem.head_dim > 128 else 1
     if problem.head_dim > 128:
-        return 1
+        return 2 if work == "packed" and 2 * ctas >= 3 * sms else 1
+    # No sequence is so long that a round of CTAs would split it.
+    whole = ctas > sms and 2 * problem.max_kv * sms < 3 * problem.total_kv * problem.heads_kv
     if problem.head_dim <= 64:
-        return 2 if ctas <= sms or not share_exceeds(problem, sms, short_keys(problem)) else 1
+        return _narrow_share(problem, work, ctas, whole, sms)
+    return _medium_share(problem, work, ctas, whole, half, sms)
+
+
+def _narrow_share(problem: DecodeProblem, work: str, ctas: int, whole: bool, sms: int) -> int:
+    """:func:`ring_share` up to head dim 64, where a byte comes with so much to compute that few CTAs are slow.
+
+    Half wherever whole sequences make one round at most, or an SM's share of all is short. Of short sequences that
+    are read whole, up to 3.4 CTAs an SM, a quarter from 1.5 to 2.6 of them, or for up to 256 keys; rounds and
+    crowds of more take a quarter as well.
+    """
+    short = not share_exceeds(problem, sms, short_keys(problem))
+    if work == "rounds":
+        return 4
+    if (whole and short) or work in ("packed", "crowd"):
+        if 10 * ctas <= 34 * sms:
+            few = 10 * ctas <= 15 * sms and problem.max_kv > 256
+            return 2 if few or 10 * ctas > 26 * sms else 4
+        if work in ("packed", "crowd"):
+            return 4
+    return 2 if ctas <= sms or short else 1
+
+
+def _medium_share(problem: DecodeProblem, work: str, ctas: int, whole: bool, half: Tile, sms: int) -> int:
+    """:func:`ring_share` from head dim 65 to 128.
+
+    Crowds take half. So do sequences that are read whole, of no more than four rings each in the mean, if they have
+    up to 320 keys, or from 1.5 to 2 CTAs an SM, or over 2.6; and of about one length, where they take over half of
+    the SMs. A few sequences of different lengths take half, unless an SM's share of all fits the whole ring: then
+    there is nothing to even out. So do sequences about equally long, so many that each CTA may read a whole one in
+    the only round: if half of the ring in one CTA an SM is enough for the memory's full speed, the other half is
+    longer on its way and ends in longer last tiles, which nothing hides.
+    """
+    ring = 2 * half.block_n * half.num_stages
+    short = problem.total_kv <= 4 * ring * problem.batch
+    if work == "crowd":
+        return 2
+    if short and (whole or work == "packed"):
+        between = 15 * sms < 10 * ctas <= 20 * sms
+        return 2 if problem.max_kv <= 320 or between or 10 * ctas > 26 * sms else 1
     if few_unlike(problem, sms):
         return 2 if share_exceeds(problem, sms, ring) else 1
     enough = full_speed_ctas(sms, problem, block_n=half.block_n, num_stages=half.num_stages)
-    return 2 if alike(problem) and enough <= ctas <= sms else 1
+    return 2 if alike(problem) and (sms // 2 if short else enough) < ctas <= sms else 1
 
 
 def tile_bytes(machine: Machine, problem: DecodeProblem, tile: Tile) -> int:
@@ -238,10 +265,18 @@ def clustered_splits(
 ) -> int | None:
     """Splits of every sequence where all of them shall merge in clusters whatever their lengths, or None.
 
-    That is where no split is longer than the ring, and a cluster of that many CTAs for every sequence is surely on
-    the device at once. All of K and V is on its way at once then, so that what differs in length ends together, and
-    a cluster merges sooner than an exchange does (measured: ``reports/NOTES.md``). For sequences of one length only
-    if all together are no more than fill the rings that read at full speed: else fewer splits do as well.
+    That is for sequences of over a tile, where clusters of so many CTAs for each are surely on the device at once.
+    All of K and V is on its way at once then, so that what differs in length ends together; a cluster merges sooner
+    than an exchange does, and a second tile of a CTA costs more than twice as many splits (measured:
+    ``reports/NOTES.md``). In this order:
+
+    - four, where no split is longer than a tile then and each has an SM to itself; or eight on half of the SMs, if
+      their tiles are not full;
+    - two, where the whole sequence fits the ring and each has an SM to itself, but above head dim 64 only for
+      groups of up to four query heads;
+    - as many as it takes for no split to be longer than the ring, where the sequences do not fit it themselves, nor
+      are all of one length, two splits of which read at full speed, and more than those rings hold; above head dim
+      64 if each has an SM to itself.
 
     Args:
         machine: whose ``clusters`` there are.
@@ -250,19 +285,56 @@ def clustered_splits(
         tile: of the split kernel.
         sms: SMs of the device.
     """
-    if not leaves_splits(choice) or choice["merge"] != "auto":
+    if not leaves_splits(choice) or choice["merge"] != "auto" or problem.max_kv <= tile.block_n:
         return None
-    shortest = min(problem.kv_lens, default=0)
+    shortest = min(problem.kv_lens)
     ring = tile.num_stages * tile.block_n
+
+    def clusters(size: int) -> bool:
+        counts = np.full(problem.batch, size)
+        return size <= shortest and choose_cluster(machine, problem, tile, None, counts, sms=sms) == size
+
+    whole = problem.batch * problem.tiles_per_split(tile.block_h)
+    if problem.max_kv <= 4 * tile.block_n and 4 * whole <= sms and clusters(4):
+        return 4
+    if 4 * tile.block_n < problem.max_kv <= 7.5 * tile.block_n and 16 * whole <= sms and clusters(8):
+        return 8
+    if problem.max_kv <= ring:
+        pays = 2 * whole <= sms and (problem.head_dim <= 64 or problem.group <= 4)
+        return 2 if pays and clusters(2) else None
     if shortest == problem.max_kv:
         enough = full_speed_ctas(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages)
-        if share_exceeds(problem, enough, ring):
+        if 2 * whole >= enough and share_exceeds(problem, enough, ring):
             return None
     size = next((size for size in machine.clusters if problem.max_kv <= size * ring), None)
-    if size is None or size > shortest or problem.max_kv <= ring:
-        return None
-    counts = np.full(problem.batch, size)
-    return size if choose_cluster(machine, problem, tile, None, counts, sms=sms) == size else None
+    share = problem.head_dim <= 64  # an SM
+    return size if size is not None and (share or size * whole <= sms) and clusters(size) else None
+
+
+def pairs_end_sooner(problem: DecodeProblem, splitting: Splitting, tile: Tile, *, sms: int) -> bool:
+    """Whether two splits of every sequence, merged in clusters of two, end before splits that merge by exchange.
+
+    Either ends after the memory's share of an SM, or after its longest CTA, which reads so many times faster than
+    that share as fewer CTAs than SMs read at the memory's full speed; with more of them, less so. Above head dim
+    128 it takes half as many CTAs again to read at full speed. An exchange costs as much more than a cluster as a
+    combine kernel costs, and above head dim 128 twice as much.
+
+    Args:
+        problem: what is to be computed.
+        splitting: what is planned.
+        tile: of the split kernel.
+        sms: SMs of the device.
+    """
+    ctas = 2 * problem.batch * splitting.tiles_per_split
+    if not splitting.exchange or ctas > sms or min(problem.kv_lens) < 2:
+        return False
+    wide = problem.head_dim > 128
+    enough = full_speed_ctas(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages)
+    enough += enough // 2 if wide else 0
+    share = problem.total_kv * splitting.tiles_per_split / sms
+    saves = COMBINE_BYTES / problem.key_bytes * (2 if wide else 1)
+    pairs = max(share, -(-problem.max_kv // 2) * max(enough, 0.9 * ctas) / sms)
+    return pairs < max(share, splitting.longest * enough / sms) + saves
 
 
 def at_once(machine: Machine, problem: DecodeProblem, tile: Tile, sms: int) -> int:

@@ -17,6 +17,9 @@ maximum, sum and output of its own, and the parts are merged at the end (:func:`
 it has 16 rows) comes with every tile, in the pipeline: a load before the loop would hold up the first of K and V
 until it has landed.
 
+Merging. The combine kernel (:mod:`impls.triton_combine`) is put in place while the split kernel ends (PDL). An
+exchange deals the elements of a head tile out to the programs of its splits (:mod:`impls.exchange`).
+
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
 fills the SMs, or a few where that ends sooner (:func:`impls.splits.balanced_counts`); an integer gives every
 sequence that many.
@@ -39,7 +42,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -56,7 +58,10 @@ from impls.splitkv_plan import (
     SplitKVPlan,
     Splitting,
     decide_splitting,
+    leaves_splits,
+    rounds_splits,
     split_limits,
+    stand_alone,
     stays_whole,
     work_of,
 )
@@ -69,7 +74,7 @@ from impls.triton_tile import (
     block_d,
     can_exchange,
     choose_tile,
-    combine_warps,
+    has_pdl,
     holds_v,
     parts,
     shared_memory,
@@ -84,18 +89,13 @@ try:
     import triton
     import triton.language as tl
 
-    from impls.triton_exchange import cast, merge, pairs_at_a_time, send
+    from impls.triton_combine import FORMS, combine, combine_kernel, combine_launch
+    from impls.triton_exchange import LN_2, cast, merge, pairs_at_a_time, send
 except ImportError as error:
     raise ImplUnavailable(f"import triton: {error}") from error
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether this process runs Triton kernels in the interpreter, on CPU tensors, instead of compiling them."""
-
-BLOCK_S = 32
-"""Splits that the combine kernel merges at a time."""
-
-LOG2_E = tl.constexpr(math.log2(math.e))
-LN_2 = tl.constexpr(math.log(2))
 
 TUNING: Mapping[str, Scalar] = {**SPLIT_TUNING, **TILE_TUNING}
 """What ``plan`` lets the caller choose."""
@@ -261,95 +261,48 @@ def split_kernel(
         tl.store(rounds_ptr + pid, round)
 
 
-@triton.jit(do_not_specialize=["heads_q"])
-def combine_kernel(
-    partial_ptr,  # [slots, Hq, D] float32
-    partial_lse_ptr,  # [slots, Hq] float32
-    merges_ptr,  # [merged sequences, 4] int32
-    out_ptr,  # [B, Hq, D]
-    lse_ptr,  # [B, Hq] float32
-    heads_q,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Merge of one sequence's splits for one query head."""
-    pid = tl.program_id(0)
-    merge_ptr = merges_ptr + pid // heads_q * 4
-    head = pid % heads_q
-    sequence = tl.load(merge_ptr)
-    first_slot = tl.load(merge_ptr + 1)
-    splits = tl.load(merge_ptr + 2)
-
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-
-    offs_s = tl.arange(0, BLOCK_S)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HEAD_DIM
-    m_i = tl.full([], float("-inf"), tl.float32)
-    l_i = tl.zeros([], tl.float32)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, splits, BLOCK_S):
-        mask_s = offs_s < splits - start
-        rows = (first_slot + start + offs_s).to(tl.int64) * heads_q + head
-        lse = tl.load(partial_lse_ptr + rows, mask=mask_s, other=float("-inf"))  # [BLOCK_S]
-        part_ptrs = partial_ptr + rows[:, None] * HEAD_DIM + offs_d[None, :]
-        part = tl.load(part_ptrs, mask=mask_s[:, None] & mask_d[None, :], other=0.0)  # [BLOCK_S, BLOCK_D]
-        # An empty split is left out, not weighted with 0: its partial may hold anything. Where all so far
-        # are empty the maximum is -inf, and the reference point 0 keeps -inf - -inf out of the exponents.
-        m_new = tl.maximum(m_i, tl.max(lse, 0))
-        m_ref = tl.where(m_new > float("-inf"), m_new, 0.0)
-        weight = tl.exp2((lse - m_ref) * LOG2_E)
-        alpha = tl.exp2((m_i - m_ref) * LOG2_E)
-        l_i = l_i * alpha + tl.sum(weight, 0)
-        part = tl.where((lse != float("-inf"))[:, None], part, 0.0)
-        acc = acc * alpha + tl.sum(part * weight[:, None], 0)
-        m_i = m_new
-
-    l_safe = tl.where(l_i != 0, l_i, 1.0)
-    row = sequence.to(tl.int64) * heads_q + head
-    tl.store(lse_ptr + row, m_i + tl.log2(l_safe) * LN_2)
-    out = cast(acc / l_safe, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * HEAD_DIM + offs_d, out, mask=mask_d)
-
-
-def combine(partial: Tensor, lse: Tensor, merges: Tensor, out: Tensor, out_lse: Tensor) -> None:
-    """Merge the partials of every sequence in ``merges``; launches only.
-
-    Args:
-        partial: ``[slots, Hq, D]`` float32, contiguous: each split's normalised output.
-        lse: ``[slots, Hq]`` float32, contiguous, natural logarithm; -inf marks an empty split.
-        merges: ``[merged sequences, 4]`` int32: :attr:`impls.splits.SplitTable.merges`.
-        out: ``[B, Hq, D]``, contiguous; only the merged sequences' rows are written.
-        out_lse: ``[B, Hq]`` float32, contiguous; likewise.
-    """
-    heads_q, head_dim = out.shape[1:]
-    combine_launch(merges.shape[0], heads_q, head_dim, out.device)((partial, lse, merges, out, out_lse))
-
-
-def combine_launch(merges: int, heads_q: int, head_dim: int, device: torch.device) -> Launch:
-    """The launch of the combine kernel over so many merges; it takes the tensors of :func:`combine`."""
-    pdl = has_pdl(device)
-    constants = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": BLOCK_S, "PDL": pdl}
-    options: dict[str, object] = {"num_warps": combine_warps(head_dim)}
-    if pdl:
-        options["launch_pdl"] = True
-    return Launch(combine_kernel, merges * heads_q, (heads_q,), constants, options)
-
-
-@cache
-def has_pdl(device: torch.device) -> bool:
-    """Whether a kernel can be put in place while the one before it runs (PDL): from sm_90 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def compiled_variants() -> int:
     """How many compiled kernels this process holds; the interpreter compiles none."""
     if INTERPRETED:
         return 0
     return sum(len(kernels) for jit in (split_kernel, combine_kernel) for kernels, *_ in jit.device_caches.values())
+
+
+def choose_plan(
+    problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tiles: Mapping[str, Tile]
+) -> tuple[Tile, Splitting]:
+    """The tile that is taken, of those of each kind of work, and the splits; host values only.
+
+    The kind of work says which, but for what the plan itself shows (measured: ``reports/NOTES.md``):
+
+    - a few unlike sequences whose CTAs have an SM to themselves want the long tile
+      (:func:`impls.splitkv_plan.stand_alone`); up to head dim 64 two rounds instead, with the tile of rounds, where
+      they would merge by exchange on more CTAs than SMs;
+    - up to head dim 64, steady work of more CTAs than SMs wants the tile of rounds;
+    - packed work of over two and a half CTAs an SM wants a longer one, of which three fit: where more fit than
+      come, how they are laid out is luck.
+    """
+    sms = sm_count(device)
+    work = work_of(problem, sms)
+    tile, splitting = tiles[work], decide(problem, device, choice, tiles[work])
+    if not leaves_splits(choice):
+        return tile, splitting
+    small, several = problem.head_dim <= 64, splitting.ctas > sms
+    if work == "short" and small and several and splitting.exchange:
+        finer = decide(problem, device, {**choice, "waves": 2}, tiles["rounds"])
+        return (tiles["rounds"], finer) if finer.ctas > splitting.ctas else (tile, splitting)
+    instead = work
+    if work == "short" and not small and stand_alone(problem, splitting, sms):
+        instead = "long"
+    elif work == "steady" and small and several:
+        instead = "rounds"
+    elif work == "packed" and small and 5 * sms < 2 * splitting.ctas <= 6 * sms:
+        instead = "long"
+    elif work == "packed" and problem.head_dim in range(65, 129) and 5 * sms < 2 * splitting.ctas:
+        instead = "spill"
+    if tiles[instead] == tile:
+        return tile, splitting
+    return tiles[instead], decide(problem, device, choice, tiles[instead])
 
 
 def decide(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile) -> Splitting:
@@ -360,13 +313,15 @@ def decide(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Sc
         ValueError: for a choice out of range.
     """
     sms, tiles, places = sm_count(device), problem.tiles_per_split(tile.block_h), _at_once(problem, device, tile)
+    kinds = ("packed", "crowd", "spill")
+    whole = stays_whole(problem, choice, sms=sms, tiles_per_split=tiles, at_once=places, kinds=kinds)
     return decide_splitting(
         problem,
         choice,
         sm_count=sms,
         tiles_per_split=tiles,
         limits=split_limits(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=False),
-        num_splits=1 if stays_whole(problem, choice, sms=sms, tiles_per_split=tiles, at_once=places) else None,
+        num_splits=1 if whole else rounds_splits(problem, choice, sms=sms, tiles_per_split=tiles),
         at_once=places,
     )
 
@@ -413,7 +368,8 @@ class TritonPlan(SplitKVPlan):
         if has_pdl(device):
             options["launch_pdl"] = True
         self._split = Launch(split_kernel, programs, scalars, constants, options)
-        self._combine = combine_launch(len(self._merges), problem.heads_q, problem.head_dim, device)
+        splits_max = splitting.table.splits_max
+        self._combine = combine_launch(len(self._merges), problem.heads_q, problem.head_dim, device, splits_max)
         self.config = {
             "library": "triton",
             "version": triton.__version__,
@@ -470,8 +426,7 @@ class TritonSplitKV:
         """
         choice = check_tuning(tuning, TUNING)
         tiles = self._tiles_of(problem, device, choice)
-        tile = tiles[work_of(problem, sm_count(device))]
-        splitting = decide(problem, device, choice, tile)
+        tile, splitting = choose_plan(problem, device, choice, tiles)
         self._compile_once(problem, device, choice, [(tile, splitting.exchange)])
         shape = _shape(problem, device)
         if shape not in self._ahead and all(choice[name] == default for name, default in TILE_TUNING.items()):
@@ -494,8 +449,8 @@ class TritonSplitKV:
 
         def kernel(choice: Mapping[str, Scalar]) -> str:
             tuning = {**TUNING, **choice}
-            tile = choose_tile(problem, device, tuning, work=work_of(problem, sm_count(device)))
-            return f"{tile}, exchange {decide(problem, device, tuning, tile).exchange}"
+            tile, splitting = choose_plan(problem, device, tuning, self._tiles_of(problem, device, tuning))
+            return f"{tile}, exchange {splitting.exchange}"
 
         return configurations(SPACE, refusal, kernel)
 
@@ -547,4 +502,10 @@ def _compile(
     merge = "exchange" if exchange and may_exchange(programs, 2, _at_once(tiny, device, tile)) else "combine"
     small = {**choice, "num_splits": 2, "merge": merge, BUDGET: SPLIT_TUNING[BUDGET]}
     plan = TritonPlan(tiny, device, small, tile, decide(tiny, device, small, tile))
-    plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)
+    output = plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)
+    if merge == "combine":
+        assert output.lse is not None, "lse: expected a tensor, as new_output() makes it, got None"
+        merges = torch.tensor([[0, 0, 2, 0]], dtype=torch.int32, device=device)
+        partial, partial_lse = plan.workspaces()
+        for splits_max in FORMS:  # of which each takes two splits as well
+            combine(partial, partial_lse, merges, output.out, output.lse, splits_max)

@@ -64,11 +64,6 @@ def block_d(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def combine_warps(head_dim: int) -> int:
-    """Warps of a combine program: so few that a column's splits lie in one thread, and fit its registers."""
-    return max(1, block_d(head_dim) // 128)
-
-
 def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], *, work: str) -> Tile:
     """The caller's tile where there is one, else the rule; of the problem's lengths it sees only what kind of work
     they are (:func:`impls.splitkv_plan.work_of`).
@@ -77,13 +72,13 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
     over 64, several tiles. Float32 uses no tensor cores and holds its tiles in registers: always 16.
 
     ``block_n``: the most keys, up to 128 (float32: 64), whose K and V in all pipeline buffers fit 60 % of an
-    SM's shared memory; half as many for short work, that of few sequences only up to head dim 128, and for crowds,
-    so that several CTAs share an SM, and a quarter of all that fit, at least 32, for packed work, so that all do.
-    Even and steady work take half as many too, but for head dims from 65 to 128 alone: CTAs that start and end
-    together, with nobody to fill the gap, end sooner after shorter last tiles. A crowd and, for those head dims,
-    even and steady work have one stage more; up to head dim 64, short and even work. In the interpreter, the most
-    keys whose products numpy leaves to one thread: 2^18 multiplications, over which OpenBLAS wakes a pool that
-    costs more than it brings.
+    SM's shared memory. Half as many for spills, crowds and short work, that of few sequences only up to head dim
+    128, and up to head dim 64 for rounds, so that several CTAs share an SM, and a quarter of all that fit, at least
+    32, for packed work, so that all do. Even and steady work take half as many too, but for head dims from 65 to
+    128 alone: CTAs that start and end together, with nobody to fill the gap, end sooner after shorter last tiles. A
+    crowd and, for those head dims, even and steady work have one stage more; up to head dim 64, short and even
+    work. In the interpreter, the most keys whose products numpy leaves to one thread: 2^18 multiplications, over
+    which OpenBLAS wakes a pool that costs more than it brings.
 
     ``eager``: where CTAs start often enough for their start to matter and no neighbour hides it, which is for all
     but crowds and steady work and, above head dim 64, packed work; only for 16 rows, and not for float32.
@@ -100,12 +95,13 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
         fits = shared_memory(device) * 6 // 10 // (buffers * key_bytes)
         block_n = min(64 if problem.dtype == "float32" else 128, 1 << (fits.bit_length() - 1))
         even = work in ("even", "steady") and block_d(problem.head_dim) == 128 and choice["block_n"] is None
-        if work in ("short", "crowd") or even or (work == "few" and block_d(problem.head_dim) <= 128):
+        small = block_d(problem.head_dim) <= 64
+        few = work == "few" and block_d(problem.head_dim) <= 128
+        if work in ("short", "crowd", "spill") or even or few or (work == "rounds" and small):
             block_n = max(16, block_n // 2)
         elif work == "packed":
             block_n = min(block_n, max(32, 1 << (fits.bit_length() - 3)))
         if choice["block_n"] is None:
-            small = block_d(problem.head_dim) <= 64
             stages += even or work == "crowd" or (small and work in ("short", "few", "even"))
     block_h = positive(choice, "block_h", block_h)
     can = block_h == 16 and problem.dtype != "float32"
@@ -189,6 +185,12 @@ def sm_count(device: torch.device) -> int:
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one CTA may use."""
     return _device_properties(device)["max_shared_mem"]
+
+
+@cache
+def has_pdl(device: torch.device) -> bool:
+    """Whether a kernel can be put in place while the one before it runs (PDL): from sm_90 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache

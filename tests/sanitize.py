@@ -70,6 +70,7 @@ BRANCHES = (
         shape=(6, 2, 80, "bfloat16"),
         tuning={"num_splits": 20, "merge": "combine"},
     ),
+    Branch(covers="tens of splits", kv_lens=(300,), tuning={"num_splits": 40, "merge": "combine"}),
     Branch(covers="more splits than an exchange reads at a time", kv_lens=(300,), tuning={"num_splits": 40}),
     Branch(covers="clusters that merge by themselves", kv_lens=(300, 310, 4), tuning={"num_splits": 4}),
     Branch(covers="the ring goes round more than once", kv_lens=(1300,), tuning={"num_splits": 1}),

@@ -30,12 +30,13 @@ from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from harness.inputs import make_inputs
-from impls import triton_splitkv, triton_tile
+from impls import triton_tile
 from impls.problem import DecodeProblem
 from impls.splitkv_plan import WORK
+from impls.triton_combine import FORMS, combine_form, combine_kernel
 from impls.triton_exchange import pairs_at_a_time
 from impls.triton_launch import Launch
-from impls.triton_splitkv import TUNING, TritonPlan, combine_kernel, decide, split_kernel
+from impls.triton_splitkv import TUNING, TritonPlan, decide, split_kernel
 from impls.triton_tile import Tile, block_d, choose_tile
 
 SM_90 = GPUTarget("cuda", 90, 32)
@@ -115,10 +116,11 @@ def resources() -> dict[str, dict[str, int]]:
             pairs = pairs_at_a_time(group, tile.block_h, head_dim, tile.num_warps)
             out[f"exchange {name} {pairs}"] = compile_split(head_dim, dtype, tile, pairs)
     for head_dim in HEAD_DIMS:
-        constants = {"HEAD_DIM": head_dim, "BLOCK_D": block_d(head_dim), "BLOCK_S": triton_splitkv.BLOCK_S}
-        constants["PDL"] = True
-        warps = triton_tile.combine_warps(head_dim)
-        out[f"combine d{head_dim}"] = compile_kernel(combine_kernel, "bfloat16", constants, num_warps=warps)
+        for splits_max in FORMS:
+            form, warps = combine_form(head_dim, splits_max)
+            out[f"combine d{head_dim} {splits_max}"] = compile_kernel(
+                combine_kernel, "bfloat16", {**form, "PDL": True}, num_warps=warps
+            )
     return out
 
 

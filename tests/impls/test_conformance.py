@@ -371,6 +371,58 @@ def test_combine_skips_empty_splits(name: str) -> None:
     torch.testing.assert_close(out_lse[0].double(), want_lse, atol=2e-6, rtol=2e-6)
 
 
+FORMS = [
+    *[("tilelang-splitkv", {"many": many}) for many in (False, True)],
+    *[("triton-splitkv", {"splits_max": splits}) for splits in (16, 32, 64, 128)],
+]
+"""Every form of the combine kernels of our implementations, whichever a plan would take."""
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 192])
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_every_form_of_a_combine_merges_any_number_of_splits(
+    name: str, form: dict[str, int], head_dim: int
+) -> None:
+    """Empty splits, whose partials are NaN, anywhere; all that is merged first; and whole sequences of them."""
+    counts = [1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129, 130, 256, 257, 300]
+    empty = {len(counts): 33, len(counts) + 1: 130}
+    spare = 2  # slots before and after, which belong to nobody
+    slots = spare + sum(counts) + sum(empty.values()) + spare
+    generator = torch.Generator().manual_seed(5)
+    partial = torch.randn((slots, 3, head_dim), generator=generator)
+    lse = 4 * torch.randn((slots, 3), generator=generator)
+    keyless = torch.rand((slots, 3), generator=generator) < 0.3
+    first = spare
+    rows = []
+    for b, count in enumerate([*counts, *empty.values()]):
+        rows.append((b, first, count, 0))
+        if b in empty:
+            keyless[first : first + count] = True
+        elif count > 128:  # the most that a form merges at a time
+            keyless[first : first + 128, 1] = True
+        first += count
+    lse[keyless] = -torch.inf
+    partial[keyless] = torch.nan
+    for edge in (slice(spare), slice(first, None)):
+        partial[edge], lse[edge] = torch.nan, 100.0
+    out = torch.full((len(rows) + 1, 3, head_dim), torch.nan, device=DEVICE)
+    out_lse = torch.full((len(rows) + 1, 3), torch.nan, device=DEVICE)
+    merges = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+    kernels(name).combine(partial.to(DEVICE), lse.to(DEVICE), merges, out, out_lse, **form)
+    out, out_lse = out.cpu(), out_lse.cpu()
+    for b, first, count, _ in rows:
+        scores = lse[first : first + count].double()
+        total = torch.logsumexp(scores, 0)
+        weights = torch.where(scores > -torch.inf, (scores - total).exp(), 0.0)
+        want = (weights[..., None] * partial[first : first + count].double().nan_to_num()).sum(0)
+        torch.testing.assert_close(out[b].double(), want, atol=5e-6, rtol=5e-6)
+        torch.testing.assert_close(out_lse[b].double(), total, atol=5e-6, rtol=5e-6)
+    assert not out[list(empty)].any()
+    assert torch.isneginf(out_lse[list(empty)]).all()
+    assert out[len(rows)].isnan().all()  # a row that no merge names stays as it is
+    assert out_lse[len(rows)].isnan().all()
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_combine_of_empty_splits_alone_is_empty(name: str) -> None:
     partial = torch.full((40, 4, 64), math.nan, device=DEVICE)

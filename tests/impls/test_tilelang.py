@@ -166,49 +166,6 @@ def test_combine_of_many_splits_lowers(machine: str, head_dim: int) -> None:
         assert "Merges[" not in after
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 192])
-@pytest.mark.parametrize("many", [False, True])
-def test_either_combine_merges_any_number_of_splits(head_dim: int, many: bool, device: torch.device) -> None:
-    """Empty splits, whose partials are NaN, anywhere; all that is merged first; and whole sequences of them."""
-    counts = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 256, 257, 300]
-    empty = {len(counts): 33, len(counts) + 1: 130}
-    spare = 2  # slots before and after, which belong to nobody
-    slots = spare + sum(counts) + sum(empty.values()) + spare
-    generator = torch.Generator().manual_seed(5)
-    partial = torch.randn((slots, 3, head_dim), generator=generator)
-    lse = 4 * torch.randn((slots, 3), generator=generator)
-    keyless = torch.rand((slots, 3), generator=generator) < 0.3
-    first = spare
-    rows = []
-    for b, count in enumerate([*counts, *empty.values()]):
-        rows.append((b, first, count, 0))
-        if b in empty:
-            keyless[first : first + count] = True
-        elif count > tilelang_splitkv.MANY_S:
-            keyless[first : first + tilelang_splitkv.MANY_S, 1] = True
-        first += count
-    lse[keyless] = -torch.inf
-    partial[keyless] = torch.nan
-    for edge in (slice(spare), slice(first, None)):
-        partial[edge], lse[edge] = torch.nan, 100.0
-    out = torch.full((len(rows) + 1, 3, head_dim), torch.nan, device=device)
-    out_lse = torch.full((len(rows) + 1, 3), torch.nan, device=device)
-    merges = torch.tensor(rows, dtype=torch.int32, device=device)
-    tilelang_splitkv.combine(partial.to(device), lse.to(device), merges, out, out_lse, many)
-    out, out_lse = out.cpu(), out_lse.cpu()
-    for b, first, count, _ in rows:
-        scores = lse[first : first + count].double()
-        total = torch.logsumexp(scores, 0)
-        weights = torch.where(scores > -torch.inf, (scores - total).exp(), 0.0)
-        want = (weights[..., None] * partial[first : first + count].double().nan_to_num()).sum(0)
-        torch.testing.assert_close(out[b].double(), want, atol=5e-6, rtol=5e-6)
-        torch.testing.assert_close(out_lse[b].double(), total, atol=5e-6, rtol=5e-6)
-    assert not out[list(empty)].any()
-    assert torch.isneginf(out_lse[list(empty)]).all()
-    assert out[len(rows)].isnan().all()  # a row that no merge names stays as it is
-    assert out_lse[len(rows)].isnan().all()
-
-
 @pytest.mark.parametrize(("splits", "many"), [(16, False), (17, True), (140, True)])
 def test_a_plan_takes_the_combine_for_as_many_splits_as_it_has(
     splits: int, many: bool, device: torch.device
@@ -355,9 +312,22 @@ def taken(machine: str, shape: DecodeProblem, **chosen: Scalar) -> tuple[int, in
         ((1024,) * 128, (32, 8), 256, None),
         ((430,) * 50, (32, 8), 128, (64, 2)),  # packed
         ((1877,) * 37, (32, 8), 128, None),
-        ((1877,) * 37, (32, 8), 64, (128, 2)),
-        ((911,) * 50, (32, 8), 64, (64, 2)),  # over three CTAs an SM
+        ((1877,) * 37, (32, 8), 64, (64, 2)),
+        ((1877,) * 24, (32, 8), 64, (128, 2)),
+        ((200,) * 24, (32, 8), 64, (64, 2)),
+        ((911,) * 50, (32, 8), 64, (128, 2)),  # three CTAs of half a ring fit an SM
+        ((911,) * 60, (32, 8), 64, (64, 2)),
+        ((5000,) * 30, (32, 8), 64, (64, 2)),  # rounds
+        ((300, 548) * 60, (32, 8), 64, (64, 2)),  # a crowd
+        ((500, 1036, 2400) * 20, (32, 8), 64, None),  # no crowd: one takes over half of what an SM reads
         ((1877,) * 37, (32, 8), 256, (64, 1)),
+        ((1877,) * 20, (32, 8), 256, None),  # under one and a half CTAs an SM
+        ((430,) * 20, (32, 8), 128, None),  # of over 320 keys, and neither 1.5 to 2 CTAs an SM nor over 2.6
+        ((430,) * 30, (32, 8), 128, (64, 2)),
+        ((430,) * 40, (32, 8), 128, None),
+        ((300,) * 20, (32, 8), 128, (64, 2)),
+        ((150, 250) * 10, (32, 8), 128, (64, 2)),
+        ((430,) * 10, (32, 8), 128, (64, 2)),  # whole, on over half of the SMs
     ],
 )
 def test_a_part_of_the_ring_is_for_ctas_that_share_an_sm_and_for_one_even_round(
@@ -374,14 +344,24 @@ def test_a_part_of_the_ring_is_for_ctas_that_share_an_sm_and_for_one_even_round(
     ("lens", "heads", "head_dim", "splits"),
     [
         ((3333, 2405, 1514, 1510), (8, 1), 64, 16),
-        ((900, 700), (8, 1), 128, 4),
+        ((900, 700), (8, 1), 128, 8),  # of a tile each
+        ((990, 700), (8, 1), 128, 4),  # tiles would be all but full
+        ((900, 700) * 5, (8, 1), 128, 4),  # clusters of eight only on half of the SMs
         ((1074,), (40, 10), 64, 8),
         ((1024,), (32, 8), 128, 4),
+        ((500, 300), (32, 8), 128, 4),
+        ((994,) * 3, (32, 8), 128, 4),  # two splits would not read at full speed
+        ((994,) * 4, (32, 8), 128, None),
         ((512,) * 8, (32, 8), 128, None),  # whole, they read at full speed already
         ((3333, 2405, 1514, 10), (8, 1), 64, None),  # fewer keys than splits
         ((9000, 700), (8, 1), 64, None),  # no cluster's rings hold them
         ((900, 700) * 40, (8, 1), 128, None),  # not all clusters at once
-        ((200, 100), (8, 1), 128, None),  # no split needed
+        ((200, 100), (8, 1), 128, 4),  # one trip to memory, but two tiles
+        ((200, 100) * 6, (32, 8), 128, None),  # not an SM for each of two splits
+        ((200,) * 8, (32, 8), 128, 2),
+        ((200,) * 8, (64, 8), 128, None),  # eight query heads to merge
+        ((200,) * 8, (64, 8), 64, 2),
+        ((120, 100), (8, 1), 128, None),  # a tile each
     ],
 )
 def test_splits_that_all_fit_the_ring_merge_in_clusters(

@@ -19,6 +19,7 @@ from impls import triton_splitkv, triton_tile
 from impls.contract import Scalar
 from impls.reference import reference
 from impls.splitkv_plan import WORK, work_of
+from impls.triton_combine import combine_form
 from impls.triton_splitkv import TritonSplitKV
 from tests.impls.cases import problem
 
@@ -54,13 +55,17 @@ def test_compiles_for_sm_90_without_spills() -> None:
         ((8192,), "even"),
         ((8192,) * 16, "steady"),  # 4 MiB a CTA
         ((4096,) * 16, "even"),
-        ((8192,) * 17, "long"),  # a second round
+        ((8192,) * 17, "rounds"),
+        ((6000,) * 17, "spill"),  # a few more CTAs than SMs
+        ((6000,) * 25, "rounds"),
         ((1024,) * 128, "crowd"),  # several rounds of CTAs of one length
         ((300, 548) * 120, "crowd"),
         ((300, 548) * 119 + (20_000,), "long"),  # one outlasts the others
         ((1877,) * 37, "packed"),
-        ((4096,) * 37, "long"),
-        ((4096,) * 64, "long"),
+        ((4096,) * 37, "rounds"),
+        ((4096,) * 64, "rounds"),
+        ((300, 548) * 25, "crowd"),  # three CTAs an SM, of unlike sequences
+        ((548,) * 50, "packed"),
         ((1024, 2048) * 20, "long"),  # long ones would meet on one SM
         ((1024, 2048) * 64, "crowd"),
         ((600, 6000, 2000), "short"),  # cut into splits that no round holds evenly
@@ -72,6 +77,16 @@ def test_compiles_for_sm_90_without_spills() -> None:
 def test_work_on_an_h200(kv_lens: tuple[int, ...], work: str) -> None:
     shape = replace(problem(), kv_lens=kv_lens, heads_q=32, heads_kv=8, head_dim=128)
     assert work_of(shape, 132) == work
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("splits_max", [1, 2, 16, 17, 32, 33, 64, 65, 128, 129, 1000])
+def test_a_combine_program_asks_for_all_splits_at_once_and_holds_them(head_dim: int, splits_max: int) -> None:
+    form, num_warps = combine_form(head_dim, splits_max)
+    assert form["BLOCK_S"] >= min(splits_max, 128)
+    assert form["COLUMNS"] * form["BLOCK_S"] <= 2048 * num_warps
+    assert 2 * form["COLUMNS"] > min(32, head_dim)
+    assert form["COLUMNS"] & (form["COLUMNS"] - 1) == 0
 
 
 def test_new_lengths_and_batch_sizes_ask_for_no_specialisation() -> None:
