@@ -484,12 +484,10 @@ def compile_ahead(
 ) -> None:
     """Compile what other lengths may need, which merge another way or take less of the ring: once for all.
 
-    But for clusters: a kernel for each size, when it is first needed. A quarter of the ring is for crowds and for
-    packed work, which have no splits to exchange.
+    But for clusters: a kernel for each size, when it is first needed.
     """
     for tile, exchange in product(tiles, (False, True) if MACHINES[machine].exchanges else (False,)):
-        if not exchange or tile in tiles[:2]:
-            compiled_split(machine, heads_q, heads_kv, head_dim, dtype, tile, 1, exchange)
+        compiled_split(machine, heads_q, heads_kv, head_dim, dtype, tile, 1, exchange)
     for many in (False, True):
         compiled_combine(machine, heads_q, head_dim, dtype, many)
 

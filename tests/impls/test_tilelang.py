@@ -397,7 +397,8 @@ def test_who_chooses_a_cluster_for_packed_work_gets_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_dim"), [((32, 8), 64), ((32, 8), 128), ((8, 1), 128), ((40, 10), 256), ((8, 2), 96)]
+    ("heads", "head_dim"),
+    [((32, 8), 64), ((16, 16), 64), ((32, 8), 128), ((8, 1), 128), ((40, 10), 256), ((8, 2), 96)],
 )
 def test_what_later_lengths_need_is_compiled_with_the_first_plan(
     monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], head_dim: int
@@ -409,7 +410,18 @@ def test_what_later_lengths_need_is_compiled_with_the_first_plan(
     monkeypatch.setattr(tilelang_splitkv, "compiled_combine", lambda *what: ahead.add(("combine", what[-1])))
     compile_ahead = tilelang_splitkv.compile_ahead.__wrapped__
     rng = np.random.default_rng(0)
-    batches = [(1024,), (8192,) * 10, (1024,) * 128, (600, 6000, 2000), (1877,) * 37, (430,) * 60, (200,) * 90, ()]
+    unlike = (3210, 2732, 2949, 1754, 2580, 2367, 2742, 2492, 2508, 1632, 1809, 2681, 2202)  # 208 CTAs of 16 heads
+    batches = [
+        unlike,
+        (1024,),
+        (8192,) * 10,
+        (1024,) * 128,
+        (600, 6000, 2000),
+        (1877,) * 37,
+        (430,) * 60,
+        (200,) * 90,
+        (),
+    ]
     for _ in range(60):
         size, longest = int(rng.choice([1, 3, 10, 40, 150, 400])), int(rng.choice([200, 900, 5000, 90_000]))
         batches.append(tuple(rng.integers(1, longest, size).tolist()))
