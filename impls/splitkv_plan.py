@@ -38,6 +38,9 @@ SPLIT_TUNING: Mapping[str, Scalar] = {
 """What a caller may choose about splits: an integer or ``"auto"``; the rounds of CTAs that ``auto`` plans for,
 None for whichever ends first; how splits are merged, one of :data:`MERGES`; and the largest workspace allowed."""
 
+AMPLE = 1 << 62
+"""A workspace that no plan reaches: what plans are weighed against does not depend on the memory that is left."""
+
 MERGES = ("auto", "combine", "exchange")
 """Ways to merge splits that a caller may ask for: a combine kernel, or an exchange inside of the split kernel
 (:mod:`impls.exchange`). ``auto`` exchanges where that pays, unless splits merge in clusters."""
@@ -283,8 +286,8 @@ def rounds_splits(
 ) -> int | None:
     """Splits of every sequence in rounds, up to head dim 64, or None for other work.
 
-    Two, if that fills whole rounds of CTAs by over 8 % more than one does. More are not worth it: tiles share an
-    SM, so that no round waits for another.
+    Two, if that fills whole rounds of CTAs by over 8 % more than one does. More are not worth it: our tiles share
+    an SM, so that no round waits for another. Who chooses a tile gets :func:`impls.splits.balanced_counts`.
 
     Args:
         problem: what is to be computed.
@@ -293,7 +296,8 @@ def rounds_splits(
         tiles_per_split: CTAs that one split launches.
     """
     ctas = problem.batch * tiles_per_split
-    if not leaves_splits(choice) or problem.head_dim > 64 or work_of(problem, sms) != "rounds":
+    free = leaves_splits(choice) and choice["block_n"] is None and choice["num_stages"] is None
+    if not free or problem.head_dim > 64 or work_of(problem, sms) != "rounds":
         return None
     rounds, twice = -(-ctas // sms), -(-2 * ctas // sms)
     return 2 if 2 * rounds > 1.08 * twice else 1
@@ -367,9 +371,9 @@ def stand_alone(problem: DecodeProblem, splitting: Splitting, sms: int) -> bool:
     """Whether the CTAs of a few unlike sequences hardly share SMs, as planned: then each wants the long tile.
 
     With under 1.6 CTAs an SM, most have an SM to themselves and the longest decides; no more of its K and V are on
-    their way than it asks for by itself. Up to head dim 64 only where nothing is split, some SMs hold two, and the
-    longest is over 15 % longer than an SM's share; not above head dim 128, where there is no shorter tile
-    (measured: ``reports/NOTES.md``).
+    their way than it asks for by itself. From head dim 65 to 128 with a share of over 256 keys for an SM; up to
+    head dim 64 with over 512, where nothing is split, some SMs hold two, and the longest is over 15 % longer than
+    that share; not above head dim 128, where there is no shorter tile (measured: ``reports/NOTES.md``).
 
     Args:
         problem: what is to be computed.

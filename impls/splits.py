@@ -258,7 +258,8 @@ def balanced_counts(
         kv_lens: keys of each sequence.
         tiles_per_split: CTAs that one split launches: KV heads times head tiles.
         ctas: CTAs that the device runs at once.
-        min_keys: no split is planned much shorter than this (it is rounded to the nearest count).
+        min_keys: no split is planned much shorter than this (it is rounded to the nearest count, or for equal
+            lengths up).
         overhead: what starting and ending a CTA costs, in keys.
         merging: what one more split to merge costs, in keys; 0 where that is nothing.
         combine: what it costs to merge at all, in keys.
@@ -275,8 +276,10 @@ def balanced_counts(
     total = int(lens.sum())
     longest = lens.item(at := lens.argmax()) if total else 0
     work = total * tiles_per_split
+    whole = len(lens) * tiles_per_split
+    if 5 * whole >= 4 * ctas and whole <= ctas and 4 * longest * len(lens) <= 5 * total:
+        return np.ones_like(lens)  # a CTA alone reads faster than its share of the memory's speed
     if longest * len(lens) == total:
-        whole = len(lens) * tiles_per_split
         if enough is not None and 0 < whole <= ctas:
             splits = min(
                 -(-enough // whole), ctas // whole, _nearest(longest, min_keys), most_splits(longest, merging)
@@ -292,9 +295,6 @@ def balanced_counts(
                 whole_trips=whole_trips,
             )
         return np.full_like(lens, splits)
-    whole = len(lens) * tiles_per_split
-    if 5 * whole >= 4 * ctas and whole <= ctas and 4 * longest * len(lens) <= 5 * total:
-        return np.ones_like(lens)  # a CTA alone reads faster than its share of the memory's speed
     negative = -lens  # minus the floor of minus a quotient is its ceiling
     if enough is not None and EVEN * lens.item(lens.argmin()) >= (chunk := _chunk(work, enough, min_keys)):
         counts = _rounded(lens, chunk, merging)
@@ -381,8 +381,8 @@ def even_splits(
     """Splits of equally long sequences with which the last of up to five rounds of CTAs ends first.
 
     ``n`` splits make ``ceil(n * whole / ctas)`` rounds of ``ceil(keys / n)`` keys and the overhead each. A further
-    round must be worth its while. Splits of one or two tiles of ``min_keys`` are no more than make so many: one of
-    a key more than a tile takes as long as one of two.
+    round must be worth its while. But for ``whole_trips``, splits of one or two tiles of ``min_keys`` are no more
+    than make so many, for one of a key more than a tile takes as long as one of two, and two tiles are not split.
 
     Args:
         keys: of each sequence.
@@ -400,8 +400,12 @@ def even_splits(
         cost = -(-splits * whole // ctas) * (-(-keys // splits) + overhead)
         if cost < WORTHWHILE * least:
             best, least = splits, cost
+    if whole_trips:
+        return best
     tiles = -(-keys // (best * max(1, min_keys)))
-    return -(-keys // (tiles * min_keys)) if 0 < tiles <= 2 and not whole_trips else best
+    if keys <= 2 * min_keys:
+        return 1
+    return -(-keys // (tiles * min_keys)) if tiles <= 2 else best
 
 
 def plan_splits(

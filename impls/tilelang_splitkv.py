@@ -58,12 +58,15 @@ from impls.libraries import check_capability, sm_count
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
 from impls.splitkv_plan import (
+    AMPLE,
+    BUDGET,
     CPU_CTAS,
     SPLIT_TUNING,
     SplitKVPlan,
     Splitting,
     decide_splitting,
     leaves_splits,
+    positive,
     rounds_splits,
     split_limits,
     stand_alone,
@@ -569,14 +572,17 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
     """
     tiles = ring_tiles(machine, problem, choice)
     tile = tiles[ring_share(problem, choice, tiles[2], sms) if 2 in tiles else 1]
-    splitting = _split(machine, problem, choice, tile, sms)
-    if tile != tiles[1] and leaves_splits(choice) and stand_alone(problem, splitting, sms):
+    budget, ample = positive(choice, BUDGET), {**choice, BUDGET: AMPLE}
+    splitting = _split(machine, problem, ample, tile, sms)
+    free = leaves_splits(choice) and choice["merge"] != "exchange"
+    if free and tile != tiles[1] and stand_alone(problem, splitting, sms):
         tile = tiles[1]
-        splitting = _split(machine, problem, choice, tile, sms)
-    free = leaves_splits(choice) and choice["merge"] == "auto"
-    if machine.clusters and free and pairs_end_sooner(problem, splitting, tile, sms=sms):
-        pairs = _split(machine, problem, choice, tile, sms, num_splits=2)
+        splitting = _split(machine, problem, ample, tile, sms)
+    if free and machine.clusters and pairs_end_sooner(problem, splitting, tile, sms=sms):
+        pairs = _split(machine, problem, ample, tile, sms, num_splits=2)
         splitting = pairs if pairs.cluster == 2 else splitting
+    if splitting.workspace_bytes > budget:
+        splitting = _split(machine, problem, choice, tile, sms)
     return Decision(tuple(tiles.values()), tile, splitting)
 
 
@@ -595,8 +601,8 @@ def _split(
         whole = problem.head_dim <= 128 and stays_whole(
             problem, choice, sms=sms, tiles_per_split=tiles_per_split, at_once=places
         )
-        num_splits = 1 if whole else rounds_splits(problem, choice, sms=sms, tiles_per_split=tiles_per_split)
-        num_splits = num_splits or clustered_splits(machine, problem, choice, tile, sms=sms)
+        rounds = rounds_splits(problem, choice, sms=sms, tiles_per_split=tiles_per_split) if machine.tma else None
+        num_splits = 1 if whole else rounds or clustered_splits(machine, problem, choice, tile, sms=sms)
     # Who asks for another way to merge has said no to clusters.
     asked = 1 if choice["cluster"] is None and choice["merge"] != "auto" else choice["cluster"]
     return decide_splitting(

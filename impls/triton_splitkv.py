@@ -4,9 +4,10 @@ Algorithm. A table made on the host (:mod:`impls.splits`) cuts every sequence's 
 kernel runs one program per (split, KV head, head tile). It streams the split's K and V once, in tiles of
 ``BLOCK_N`` keys, through an online softmax in base 2 over ``BLOCK_H`` query heads that share the KV head. A
 sequence's only split writes the output itself; otherwise each split writes a *normalised* float32 partial
-and its natural-log LSE, and the combine kernel merges a sequence's partials, all splits side by side, with
-weights ``exp(lse_s - lse)``. Without merges there is no second launch; nor where all programs are on the
-device at once and none is long, for then those of a sequence merge its splits by themselves
+and its natural-log LSE, and the combine kernel (:mod:`impls.triton_combine`), put in place while the split kernel
+ends, merges a sequence's partials, all splits side by side, with weights ``exp(lse_s - lse)``. Without merges
+there is no second launch; nor where all programs are on the device at once and none is long, for then those of a
+sequence merge its splits by themselves, each a share of the elements of a head tile
 (:mod:`impls.triton_exchange`).
 
 Tiling. Decode is bound by reading K and V, so the tile is chosen for bytes in flight, not for the tensor
@@ -16,9 +17,6 @@ start and end (:func:`choose_tile`). Up to head dim 64 each warp takes a part of
 maximum, sum and output of its own, and the parts are merged at the end (:func:`parts`). Where starts matter, Q (if
 it has 16 rows) comes with every tile, in the pipeline: a load before the loop would hold up the first of K and V
 until it has landed.
-
-Merging. The combine kernel (:mod:`impls.triton_combine`) is put in place while the split kernel ends (PDL). An
-exchange deals the elements of a head tile out to the programs of its splits (:mod:`impls.exchange`).
 
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
 fills the SMs, or a few where that ends sooner (:func:`impls.splits.balanced_counts`); an integer gives every
@@ -52,6 +50,7 @@ from impls.libraries import check_capability
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
 from impls.splitkv_plan import (
+    AMPLE,
     BUDGET,
     SPLIT_TUNING,
     WORK,
@@ -59,6 +58,7 @@ from impls.splitkv_plan import (
     Splitting,
     decide_splitting,
     leaves_splits,
+    positive,
     rounds_splits,
     split_limits,
     stand_alone,
@@ -277,32 +277,40 @@ def choose_plan(
 
     - a few unlike sequences whose CTAs have an SM to themselves want the long tile
       (:func:`impls.splitkv_plan.stand_alone`); up to head dim 64 two rounds instead, with the tile of rounds, where
-      they would merge by exchange on more CTAs than SMs;
+      they would merge by exchange on more CTAs than SMs, though the more splits mostly take a combine kernel;
     - up to head dim 64, steady work of more CTAs than SMs wants the tile of rounds;
-    - packed work of over two and a half CTAs an SM wants a longer one, of which three fit: where more fit than
-      come, how they are laid out is luck.
+    - packed work of over two and a half CTAs an SM wants a longer one, of which three fit, up to head dim 64 the
+      long one and up to three: where more fit than come, how they are laid out is luck.
     """
     sms = sm_count(device)
     work = work_of(problem, sms)
-    tile, splitting = tiles[work], decide(problem, device, choice, tiles[work])
-    if not leaves_splits(choice):
-        return tile, splitting
-    small, several = problem.head_dim <= 64, splitting.ctas > sms
-    if work == "short" and small and several and splitting.exchange:
-        finer = decide(problem, device, {**choice, "waves": 2}, tiles["rounds"])
-        return (tiles["rounds"], finer) if finer.ctas > splitting.ctas else (tile, splitting)
-    instead = work
-    if work == "short" and not small and stand_alone(problem, splitting, sms):
-        instead = "long"
-    elif work == "steady" and small and several:
-        instead = "rounds"
-    elif work == "packed" and small and 5 * sms < 2 * splitting.ctas <= 6 * sms:
-        instead = "long"
-    elif work == "packed" and problem.head_dim in range(65, 129) and 5 * sms < 2 * splitting.ctas:
-        instead = "spill"
-    if tiles[instead] == tile:
-        return tile, splitting
-    return tiles[instead], decide(problem, device, choice, tiles[instead])
+    budget, ample = positive(choice, BUDGET), {**choice, BUDGET: AMPLE}
+    tile, splitting = tiles[work], decide(problem, device, ample, tiles[work])
+    if leaves_splits(choice) and choice["merge"] != "exchange":
+        instead, waves = _instead(problem, work, splitting, sms)
+        if tiles[instead] != tile or waves is not None:
+            other = decide(problem, device, {**ample, "waves": waves}, tiles[instead])
+            if waves is None or other.ctas > splitting.ctas:
+                tile, splitting, ample = tiles[instead], other, {**ample, "waves": waves}
+    if splitting.workspace_bytes > budget:
+        splitting = decide(problem, device, {**ample, BUDGET: budget}, tile)
+    return tile, splitting
+
+
+def _instead(problem: DecodeProblem, work: str, splitting: Splitting, sms: int) -> tuple[str, int | None]:
+    """The kind of work whose tile is wanted in place of this one's, and for how many rounds, or None."""
+    small, ctas = problem.head_dim <= 64, splitting.ctas
+    if work == "short" and small:
+        return ("rounds", 2) if ctas > sms and splitting.exchange else (work, None)
+    if work == "short" and stand_alone(problem, splitting, sms):
+        return "long", None
+    if work == "steady" and small and ctas > sms:
+        return "rounds", None
+    if work == "packed" and problem.head_dim <= 128 and 2 * ctas > 5 * sms:
+        if not small:
+            return "spill", None
+        return ("long" if ctas <= 3 * sms else work), None
+    return work, None
 
 
 def decide(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile) -> Splitting:
