@@ -26,7 +26,8 @@ refilled. With 64 heads there is one part, and on sm_90a both products are ``wgm
 Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its length, so that one round of CTAs
 fills the SMs (on sm_90a half of them, if splits are equally long and the head dim is from 65 to 128: they read as
 fast), or a few rounds where that ends sooner (:func:`impls.splits.balanced_counts`); or all the same number, where
-they merge in clusters and none is longer than the ring. An integer gives every sequence that many. The lengths
+they merge in clusters (:func:`impls.tilelang_tile.clustered_splits`, :func:`impls.tilelang_tile.pairs_end_sooner`).
+An integer gives every sequence that many. The lengths
 reach the kernel only through the table, whose rows come from the same prefix sums as ``cu_seqlens_k``: one row of
 16 bytes, or 32 in an exchange, says where a CTA's keys are, without a chain of dependent loads.
 

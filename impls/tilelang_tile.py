@@ -149,7 +149,7 @@ def ring_share(problem: DecodeProblem, choice: Mapping[str, Scalar], half: Tile,
     work = work_of(problem, sms)
     if problem.head_dim > 128:
         return 2 if work == "packed" and 2 * ctas >= 3 * sms else 1
-    # No sequence is so long that a round of CTAs would split it.
+    # No sequence is so long that one round of CTAs would split it; a few rounds may.
     whole = ctas > sms and 2 * problem.max_kv * sms < 3 * problem.total_kv * problem.heads_kv
     if problem.head_dim <= 64:
         return _narrow_share(problem, work, ctas, whole, sms)
@@ -160,8 +160,8 @@ def _narrow_share(problem: DecodeProblem, work: str, ctas: int, whole: bool, sms
     """:func:`ring_share` up to head dim 64, where a byte comes with so much to compute that few CTAs are slow.
 
     Half wherever whole sequences make one round at most, or an SM's share of all is short. Of short sequences that
-    are read whole, up to 3.4 CTAs an SM, a quarter from 1.5 to 2.6 of them, or for up to 256 keys; rounds and
-    crowds of more take a quarter as well.
+    no round would split, up to 3.4 CTAs an SM, a quarter from 1.5 to 2.6 of them, and for up to 256 keys where they
+    are fewer; rounds, and crowds and packed work of more, take a quarter as well.
     """
     short = not share_exceeds(problem, sms, short_keys(problem))
     if work == "rounds":
@@ -178,12 +178,12 @@ def _narrow_share(problem: DecodeProblem, work: str, ctas: int, whole: bool, sms
 def _medium_share(problem: DecodeProblem, work: str, ctas: int, whole: bool, half: Tile, sms: int) -> int:
     """:func:`ring_share` from head dim 65 to 128.
 
-    Crowds take half. So do sequences that are read whole, of no more than four rings each in the mean, if they have
-    up to 320 keys, or from 1.5 to 2 CTAs an SM, or over 2.6; and of about one length, where they take over half of
-    the SMs. A few sequences of different lengths take half, unless an SM's share of all fits the whole ring: then
-    there is nothing to even out. So do sequences about equally long, so many that each CTA may read a whole one in
-    the only round: if half of the ring in one CTA an SM is enough for the memory's full speed, the other half is
-    longer on its way and ends in longer last tiles, which nothing hides.
+    Crowds take half. So do sequences that no round would split, of no more than four rings each in the mean, if
+    they have up to 320 keys, or from 1.5 to 2 CTAs an SM, or over 2.6; and of about one length, where they take
+    over half of the SMs. A few sequences of different lengths take half, unless an SM's share of all fits the whole
+    ring: then there is nothing to even out. So do sequences about equally long, so many that each CTA may read a
+    whole one in the only round: if half of the ring in one CTA an SM is enough for the memory's full speed, the
+    other half is longer on its way and ends in longer last tiles, which nothing hides.
     """
     ring = 2 * half.block_n * half.num_stages
     short = problem.total_kv <= 4 * ring * problem.batch

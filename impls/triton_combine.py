@@ -114,9 +114,9 @@ def combine_form(head_dim: int, splits_max: int) -> tuple[dict[str, int], int]:
 
     All that a program reads of up to 128 splits is asked for at once: one trip to memory. A warp holds
     :data:`WARP_ELEMENTS` of it, and is alone, for what crosses warps does so through shared memory. So the more
-    splits, the fewer columns; few heads are work for many SMs then. Two warps only where one would be left less
-    than the 128 bytes of a cache line of each split, or where a program takes whole heads of over 128 columns: with
-    few splits there are many sequences, and every program more takes its time to start (measured:
+    splits, the fewer columns; few heads are work for many SMs then. Two warps only for 128 splits, of each of which
+    one would be left less than the 128 bytes of a cache line, and where a program takes whole heads of over 128
+    columns: with few splits there are many sequences, and every program more takes its time to start (measured:
     ``reports/NOTES.md``).
     """
     width = block_d(head_dim)
