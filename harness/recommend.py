@@ -45,6 +45,9 @@ RING_KEYS = 256
 PACKED_AN_SM = 2
 """Programs of Triton's tile for packed work that an SM surely holds (:func:`impls.triton_tile.at_once`)."""
 
+HOPPER = ("GH200", "H100", "H20", "H200", "H800")
+"""GPUs of compute capability 9.0, as their names have it: what Triton's rule knows of them is known without one."""
+
 OTHER_WORK = "which is another shape or kind of work: the kernel may take another tile, and other counts"
 """Said of a tile that stands in for one that no record has."""
 
@@ -151,12 +154,13 @@ def recommend(problem: DecodeProblem, folder: Path) -> Advice:
     ranking = tuple(sorted(found, key=lambda made: made.us))
     first = ranking[0]
     ties = tuple(made.impl for made in ranking[1:] if _is_tie(first, made.impl))
-    sm_count = int(seen[0].run["env"]["sm_count"])
+    sm_count, device = int(seen[0].run["env"]["sm_count"]), device_of(seen[0].run)
     splits, ctas, tiles = {}, {}, {}
     for made in ranking:
         if made.impl in OURS and made.impl in (first.impl, *ties):
             tile, sure = tile_of(problem, made.impl, seen, sm_count)
-            splits[made.impl], ctas[made.impl], exact = splits_of(problem, tile.configs[made.impl], sm_count)
+            counts = splits_of(problem, tile.configs[made.impl], sm_count, device)
+            splits[made.impl], ctas[made.impl], exact = counts
             like = f"tile as on {tile.name}"
             tiles[made.impl] = "by its rule" if exact else like if sure else f"{like}, {OTHER_WORK}"
     path = folder / TUNING_FILE
@@ -173,7 +177,7 @@ def recommend(problem: DecodeProblem, folder: Path) -> Advice:
         far=() if same else tuple(_far(problem, first.cases)),
         tuning={impl: [row for row in known if row.impl == impl and row.case in names] for impl in splits},
         coverage=coverage(first.impl, seen),
-        device=device_of(seen[0].run),
+        device=device,
         sm_count=sm_count,
     )
 
@@ -351,18 +355,27 @@ def tile_of(problem: DecodeProblem, impl: str, seen: Sequence[Seen], sm_count: i
     return ring, bool(alike)
 
 
-def splits_of(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int) -> tuple[dict[int, int], int, bool]:
+def splits_of(
+    problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int, device: str
+) -> tuple[dict[int, int], int, bool]:
     """Length -> splits, the longest first; CTAs; and whether the tile is the rule's too, not that of another plan.
 
-    The splits are the rule's own, with the tile of a recorded plan; TileLang's rule has the tile too, where that
-    library is installed. Triton's takes somewhat fewer splits where they can merge without a kernel of their own;
-    here that is where the SMs hold a CTA each, for how many more one holds is not in a record.
+    The rules have the tile too: TileLang's where that library is installed, Triton's for a GPU of
+    compute capability 9.0. Else the splits are made with the tile of a recorded plan, and near to the rule's:
+    Triton's takes somewhat fewer splits where they can merge without a kernel of their own; here that is where
+    the SMs hold a CTA each, for how many more one holds is not in a record.
+
+    Args:
+        problem: the batch.
+        tile: what a recorded plan came to.
+        sm_count: SMs of the GPU of the records.
+        device: its name.
     """
     # Imports torch, which takes a second or two.
     from impls.splitkv_plan import SPLIT_TUNING, choose_splits, split_limits, stays_whole
     from impls.triton_tile import can_exchange
 
-    if (made := _by_tilelang(problem, tile, sm_count)) is not None:
+    if (made := _by_tilelang(problem, tile, sm_count) or _by_triton(problem, tile, sm_count, device)) is not None:
         table, per_split = made.table, made.tiles_per_split
     else:
         limits = split_limits(
@@ -404,6 +417,25 @@ def _by_tilelang(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int)
     machine = MACHINES[tile["machine"]]
     try:
         return tilelang_splitkv.decide(machine, problem, tilelang_splitkv.TUNING, sm_count).splitting
+    except PlanRefused:
+        return None
+
+
+def _by_triton(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int, device: str) -> Splitting | None:
+    """What Triton's rule makes of a problem on the GPU of the records; None but for :data:`HOPPER`."""
+    from impls.contract import PlanRefused
+    from impls.splitkv_plan import SPLIT_TUNING, WORK
+    from impls.triton_rule import choose_plan, refused_problem
+    from impls.triton_tile import TILE_TUNING, choose_tile, sm_90
+
+    if tile.get("library") != "triton" or not set(HOPPER) & set(device.split()):
+        return None
+    if refused_problem(problem) is not None:
+        return None
+    machine, choice = sm_90(sm_count), {**SPLIT_TUNING, **TILE_TUNING}
+    tiles = {work: choose_tile(problem, machine, choice, work=work) for work in WORK}
+    try:
+        return choose_plan(problem, machine, choice, tiles)[1]
     except PlanRefused:
         return None
 

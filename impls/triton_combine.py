@@ -16,7 +16,7 @@ from torch import Tensor
 
 from impls.triton_exchange import LN_2, cast
 from impls.triton_launch import Launch
-from impls.triton_tile import block_d, has_pdl
+from impls.triton_tile import block_d, machine_of
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -102,7 +102,7 @@ def combine(
 
 def combine_launch(merges: int, heads_q: int, head_dim: int, device: torch.device, splits_max: int) -> Launch:
     """The launch of the combine kernel over so many merges; it takes the tensors of :func:`combine`."""
-    pdl = has_pdl(device)
+    pdl = machine_of(device).pdl
     form, num_warps = combine_form(head_dim, splits_max)
     options = {"num_warps": num_warps, "launch_pdl": True} if pdl else {"num_warps": num_warps}
     programs = merges * heads_q * -(-head_dim // form["COLUMNS"])

@@ -22,6 +22,12 @@ Splits. ``num_splits="auto"`` gives each sequence splits in proportion to its le
 fills the SMs, or a few where that ends sooner (:func:`impls.splits.balanced_counts`); an integer gives every
 sequence that many.
 
+Plans. Tile and splits are one choice, made on the host (:func:`impls.triton_rule.choose_plan`): every kind of work
+has its tile (:func:`impls.triton_tile.choose_tile`), and where the splits that come with it show that another one
+is wanted, that one is taken, with the splits that it gets. Of a device the rule knows what
+:class:`impls.triton_tile.Machine` says, and it needs neither Triton nor a GPU, so ``splitkv recommend`` asks it
+about the GPU of its records. What is here compiles and launches what it chose.
+
 Differences from TileLang's official GQA decode example (``example_gqa_decode.py``): K and V are packed and
 ragged instead of padded to one length with a mask tensor; splits follow the table instead of one count for
 all; partials and LSE are float32 instead of the input's dtype; a split that is alone skips the workspace;
@@ -50,35 +56,29 @@ from impls.libraries import check_capability
 from impls.problem import DecodeProblem
 from impls.space import Configuration, configurations, too_large
 from impls.splitkv_plan import (
-    AMPLE,
     BUDGET,
     SPLIT_TUNING,
     WORK,
     SplitKVPlan,
     Splitting,
-    decide_splitting,
-    leaves_splits,
-    positive,
-    rounds_splits,
-    split_limits,
-    stand_alone,
-    stays_whole,
     work_of,
 )
 from impls.triton_launch import Launch
+from impls.triton_rule import (
+    choose_plan,
+    decide,
+    places,
+    refused_problem,
+)
 from impls.triton_tile import (
     SPACE,
     TILE_TUNING,
     Tile,
-    at_once,
     block_d,
-    can_exchange,
     choose_tile,
-    has_pdl,
     holds_v,
+    machine_of,
     parts,
-    shared_memory,
-    sm_count,
     tile_bytes,
     uses_wgmma,
 )
@@ -268,77 +268,6 @@ def compiled_variants() -> int:
     return sum(len(kernels) for jit in (split_kernel, combine_kernel) for kernels, *_ in jit.device_caches.values())
 
 
-def choose_plan(
-    problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tiles: Mapping[str, Tile]
-) -> tuple[Tile, Splitting]:
-    """The tile that is taken, of those of each kind of work, and the splits; host values only.
-
-    The kind of work says which, but for what the plan itself shows (measured: ``reports/NOTES.md``):
-
-    - a few unlike sequences whose CTAs have an SM to themselves want the long tile
-      (:func:`impls.splitkv_plan.stand_alone`); up to head dim 64 two rounds instead, with the tile of rounds, where
-      they would merge by exchange on more CTAs than SMs, though the more splits mostly take a combine kernel;
-    - up to head dim 64, steady work of more CTAs than SMs wants the tile of rounds;
-    - packed work of over two and a half CTAs an SM wants a longer one, of which three fit, up to head dim 64 the
-      long one and up to three: where more fit than come, how they are laid out is luck.
-    """
-    sms = sm_count(device)
-    work = work_of(problem, sms)
-    budget, ample = positive(choice, BUDGET), {**choice, BUDGET: AMPLE}
-    tile, splitting = tiles[work], decide(problem, device, ample, tiles[work])
-    if leaves_splits(choice) and choice["merge"] != "exchange":
-        instead, waves = _instead(problem, work, splitting, sms)
-        if tiles[instead] != tile or waves is not None:
-            other = decide(problem, device, {**ample, "waves": waves}, tiles[instead])
-            if waves is None or other.ctas > splitting.ctas:
-                tile, splitting, ample = tiles[instead], other, {**ample, "waves": waves}
-    if splitting.workspace_bytes > budget:
-        splitting = decide(problem, device, {**ample, BUDGET: budget}, tile)
-    return tile, splitting
-
-
-def _instead(problem: DecodeProblem, work: str, splitting: Splitting, sms: int) -> tuple[str, int | None]:
-    """The kind of work whose tile is wanted in place of this one's, and for how many rounds, or None."""
-    small, ctas = problem.head_dim <= 64, splitting.ctas
-    if work == "short" and small:
-        return ("rounds", 2) if ctas > sms and splitting.exchange else (work, None)
-    if work == "short" and stand_alone(problem, splitting, sms):
-        return "long", None
-    if work == "steady" and small and ctas > sms:
-        return "rounds", None
-    if work == "packed" and problem.head_dim <= 128 and 2 * ctas > 5 * sms:
-        if not small:
-            return "spill", None
-        return ("long" if ctas <= 3 * sms else work), None
-    return work, None
-
-
-def decide(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], tile: Tile) -> Splitting:
-    """Splits and the way to merge them; host values only.
-
-    Raises:
-        PlanRefused: if the workspace would exceed its budget.
-        ValueError: for a choice out of range.
-    """
-    sms, tiles, places = sm_count(device), problem.tiles_per_split(tile.block_h), _at_once(problem, device, tile)
-    kinds = ("packed", "crowd", "spill")
-    whole = stays_whole(problem, choice, sms=sms, tiles_per_split=tiles, at_once=places, kinds=kinds)
-    return decide_splitting(
-        problem,
-        choice,
-        sm_count=sms,
-        tiles_per_split=tiles,
-        limits=split_limits(sms, problem, block_n=tile.block_n, num_stages=tile.num_stages, tma=False),
-        num_splits=1 if whole else rounds_splits(problem, choice, sms=sms, tiles_per_split=tiles),
-        at_once=places,
-    )
-
-
-def _at_once(problem: DecodeProblem, device: torch.device, tile: Tile) -> int:
-    """CTAs that may merge by exchange: those surely on the device at once, 0 where there is no such kernel."""
-    return at_once(problem, tile, device) if not INTERPRETED and can_exchange(problem) else 0
-
-
 class TritonPlan(SplitKVPlan):
     """The plan of one problem; see :class:`impls.contract.DecodePlan`."""
 
@@ -364,7 +293,7 @@ class TritonPlan(SplitKVPlan):
             "BLOCK_N": tile.block_n,
             "PARTS": parts(problem, tile),
             "OPERAND": getattr(tl, compute_dtype),
-            "PDL": has_pdl(device),
+            "PDL": machine_of(device).pdl,
             "EXCHANGE": pairs if self._exchange else 0,
             "NUM_WARPS": tile.num_warps,
             "EAGER": tile.eager,
@@ -373,7 +302,7 @@ class TritonPlan(SplitKVPlan):
         self._sent = self._partial.view(torch.int64) if self._exchange else self._partial
         programs = len(self._items) * (1 if self._exchange else tiles)
         options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}
-        if has_pdl(device):
+        if machine_of(device).pdl:
             options["launch_pdl"] = True
         self._split = Launch(split_kernel, programs, scalars, constants, options)
         splits_max = splitting.table.splits_max
@@ -417,8 +346,8 @@ class TritonSplitKV:
         if device.type != runs_on:
             mode = "interprets on cpu" if INTERPRETED else "compiles for cuda"
             return f"device: expected {runs_on} (Triton {mode} in this process), got {device.type}"
-        if problem.head_dim > 256:
-            return f"head_dim: expected <= 256, got {problem.head_dim}"
+        if (reason := refused_problem(problem)) is not None:
+            return reason
         return check_capability(device, (8, 0)) if device.type == "cuda" else None
 
     def plan(
@@ -434,7 +363,7 @@ class TritonSplitKV:
         """
         choice = check_tuning(tuning, TUNING)
         tiles = self._tiles_of(problem, device, choice)
-        tile, splitting = choose_plan(problem, device, choice, tiles)
+        tile, splitting = choose_plan(problem, machine_of(device), choice, tiles)
         self._compile_once(problem, device, choice, [(tile, splitting.exchange)])
         shape = _shape(problem, device)
         if shape not in self._ahead and all(choice[name] == default for name, default in TILE_TUNING.items()):
@@ -448,16 +377,17 @@ class TritonSplitKV:
 
     def configurations(self, problem: DecodeProblem, device: torch.device) -> list[Configuration]:
         """:data:`SPACE` with every way to split; see :class:`impls.space.Tunable`."""
+        machine = machine_of(device)
 
         def refusal(choice: Mapping[str, Scalar]) -> str | None:
-            if device.type == "cpu":
+            if machine.interprets:
                 return None
-            tile = choose_tile(problem, device, {**TUNING, **choice}, work=work_of(problem, sm_count(device)))
-            return too_large(tile_bytes(problem, tile, wgmma=uses_wgmma(tile, device)), shared_memory(device))
+            tile = choose_tile(problem, machine, {**TUNING, **choice}, work=work_of(problem, machine.sms))
+            return too_large(tile_bytes(problem, tile, wgmma=uses_wgmma(tile, machine)), machine.shared_bytes)
 
         def kernel(choice: Mapping[str, Scalar]) -> str:
             tuning = {**TUNING, **choice}
-            tile, splitting = choose_plan(problem, device, tuning, self._tiles_of(problem, device, tuning))
+            tile, splitting = choose_plan(problem, machine, tuning, self._tiles_of(problem, device, tuning))
             return f"{tile}, exchange {splitting.exchange}"
 
         return configurations(SPACE, refusal, kernel)
@@ -468,7 +398,8 @@ class TritonSplitKV:
         """The tile of each kind of work, chosen once for all lengths and batch sizes."""
         key = (*_shape(problem, device), *(choice[name] for name in TILE_TUNING))
         if key not in self._tiles:
-            self._tiles[key] = {work: choose_tile(problem, device, choice, work=work) for work in WORK}
+            machine = machine_of(device)
+            self._tiles[key] = {work: choose_tile(problem, machine, choice, work=work) for work in WORK}
         return self._tiles[key]
 
     def _compile_once(
@@ -506,10 +437,10 @@ def _compile(
     kv = torch.zeros((2, tiny.heads_kv, tiny.head_dim), dtype=dtype, device=device)
     cu_seqlens_k = torch.tensor(tiny.cu_seqlens, dtype=torch.int32, device=device)
     # Whatever exchanges has no fewer programs than this, so this does too.
-    programs = 2 * problem.tiles_per_split(tile.block_h)
-    merge = "exchange" if exchange and may_exchange(programs, 2, _at_once(tiny, device, tile)) else "combine"
+    programs, machine = 2 * problem.tiles_per_split(tile.block_h), machine_of(device)
+    merge = "exchange" if exchange and may_exchange(programs, 2, places(tiny, machine, tile)) else "combine"
     small = {**choice, "num_splits": 2, "merge": merge, BUDGET: SPLIT_TUNING[BUDGET]}
-    plan = TritonPlan(tiny, device, small, tile, decide(tiny, device, small, tile))
+    plan = TritonPlan(tiny, device, small, tile, decide(tiny, machine, small, tile))
     output = plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)
     if merge == "combine":
         assert output.lse is not None, "lse: expected a tensor, as new_output() makes it, got None"

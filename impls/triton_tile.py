@@ -38,6 +38,59 @@ SPACE: Space = (
 """The tiles that a tuner tries."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the rules know of a device, so that they can be asked about a GPU that is not here.
+
+    Args:
+        sms: its SMs; on a CPU, what stands in for them.
+        shared_bytes: shared memory that one CTA may use.
+        registers: of an SM.
+        capability: its compute capability; None for a CPU, where kernels are interpreted.
+    """
+
+    sms: int
+    shared_bytes: int = 0
+    registers: int = 0
+    capability: tuple[int, int] | None = None
+
+    @property
+    def interprets(self) -> bool:
+        """Whether kernels run in the interpreter, one program after another."""
+        return self.capability is None
+
+    @property
+    def pdl(self) -> bool:
+        """Whether a kernel can be put in place while the one before it runs (PDL): from sm_90 on."""
+        return self.capability is not None and self.capability >= (9, 0)
+
+
+CPU = Machine(sms=CPU_CTAS)
+"""What the rules know of a CPU."""
+
+
+def sm_90(sms: int) -> Machine:
+    """A GPU of compute capability 9.0 with so many SMs (CUDA C++ Programming Guide, compute capability 9.0)."""
+    return Machine(sms=sms, shared_bytes=227 << 10, registers=64 << 10, capability=(9, 0))
+
+
+@cache
+def machine_of(device: torch.device) -> Machine:
+    """What the rules know of a device that is here."""
+    if device.type == "cpu":
+        return CPU
+    import triton  # not above: impls.triton_splitkv says first whether it compiles or interprets
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties: dict[str, int] = triton.runtime.driver.active.utils.get_device_properties(index)
+    return Machine(
+        sms=properties["multiprocessor_count"],
+        shared_bytes=properties["max_shared_mem"],
+        registers=properties["max_num_regs"],
+        capability=torch.cuda.get_device_capability(device),
+    )
+
+
 @dataclass(frozen=True)
 class Tile:
     """The shape of the split kernel: everything it is compiled for besides head dim and dtype.
@@ -64,7 +117,7 @@ def block_d(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[str, Scalar], *, work: str) -> Tile:
+def choose_tile(problem: DecodeProblem, machine: Machine, choice: Mapping[str, Scalar], *, work: str) -> Tile:
     """The caller's tile where there is one, else the rule; of the problem's lengths it sees only what kind of work
     they are (:func:`impls.splitkv_plan.work_of`).
 
@@ -87,12 +140,12 @@ def choose_tile(problem: DecodeProblem, device: torch.device, choice: Mapping[st
     """
     block_h = 16 if problem.dtype == "float32" else min(64, max(16, 1 << (problem.group - 1).bit_length()))
     stages = 3
-    if device.type == "cpu":
+    if machine.interprets:
         block_n = max(16, 2**18 // (block_h * block_d(problem.head_dim)))
     else:
         buffers = 3 if block_h == 64 else 2  # Triton keeps one more where the product is a wgmma
         key_bytes = 2 * block_d(problem.head_dim) * problem.element_bytes
-        fits = shared_memory(device) * 6 // 10 // (buffers * key_bytes)
+        fits = machine.shared_bytes * 6 // 10 // (buffers * key_bytes)
         block_n = min(64 if problem.dtype == "float32" else 128, 1 << (fits.bit_length() - 1))
         even = work in ("even", "steady") and block_d(problem.head_dim) == 128 and choice["block_n"] is None
         small = block_d(problem.head_dim) <= 64
@@ -149,24 +202,21 @@ def tile_bytes(problem: DecodeProblem, tile: Tile, *, wgmma: bool) -> int:
     return ring + q + (0 if wgmma else tile.block_h * tile.block_n * problem.element_bytes)
 
 
-def uses_wgmma(tile: Tile, device: torch.device) -> bool:
+def uses_wgmma(tile: Tile, machine: Machine) -> bool:
     """Whether the compiler makes a wgmma of the tile's products: 64 rows, on sm_90."""
-    return tile.block_h >= 64 and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return tile.block_h >= 64 and machine.capability == (9, 0)
 
 
-def at_once(problem: DecodeProblem, tile: Tile, device: torch.device) -> int:
+def at_once(problem: DecodeProblem, tile: Tile, machine: Machine) -> int:
     """Programs of the split kernel that are surely on the device at once, at least one an SM.
 
     An SM has as much shared memory as one program may use and :data:`RESERVED_BYTES` more, which the system takes
     for every program; a thread has at most 256 registers.
     """
-    if device.type == "cpu":
-        return CPU_CTAS
-    properties = _device_properties(device)
-    shared = tile_bytes(problem, tile, wgmma=uses_wgmma(tile, device))
-    by_memory = (properties["max_shared_mem"] + RESERVED_BYTES) // (shared + RESERVED_BYTES)
-    by_registers = properties["max_num_regs"] // (256 * 32 * tile.num_warps)
-    return properties["multiprocessor_count"] * max(1, min(by_memory, by_registers))
+    shared = tile_bytes(problem, tile, wgmma=uses_wgmma(tile, machine))
+    by_memory = (machine.shared_bytes + RESERVED_BYTES) // (shared + RESERVED_BYTES)
+    by_registers = machine.registers // (256 * 32 * tile.num_warps)
+    return machine.sms * max(1, min(by_memory, by_registers))
 
 
 def can_exchange(problem: DecodeProblem) -> bool:
@@ -175,28 +225,3 @@ def can_exchange(problem: DecodeProblem) -> bool:
     Words go in pairs. Next to float32 products, which fill the registers, the compiler spills.
     """
     return problem.head_dim % 2 == 0 and problem.dtype != "float32"
-
-
-def sm_count(device: torch.device) -> int:
-    """SMs of a GPU; on a CPU, what stands in for them."""
-    return _device_properties(device)["multiprocessor_count"] if device.type == "cuda" else CPU_CTAS
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one CTA may use."""
-    return _device_properties(device)["max_shared_mem"]
-
-
-@cache
-def has_pdl(device: torch.device) -> bool:
-    """Whether a kernel can be put in place while the one before it runs (PDL): from sm_90 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
-def _device_properties(device: torch.device) -> dict[str, int]:
-    import triton  # not above: impls.triton_splitkv says first whether it compiles or interprets
-
-    index = torch.cuda.current_device() if device.index is None else device.index
-    properties: dict[str, int] = triton.runtime.driver.active.utils.get_device_properties(index)
-    return properties

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from harness import record
 from harness.cli import main
@@ -23,9 +25,11 @@ from harness.recommend import (
     tile_of,
 )
 from harness.record import RecordError
+from impls import triton_splitkv
 from impls.catalog import OURS
 from impls.problem import DecodeProblem
-from impls.splitkv_plan import SPLIT_TUNING, Limits, choose_splits
+from impls.splitkv_plan import SPLIT_TUNING, WORK, Limits, Splitting, choose_splits, work_of
+from impls.triton_tile import Machine
 from tests.harness.fake_records import (
     CEILING_GBPS,
     GPU_CASES,
@@ -347,10 +351,78 @@ def test_the_rule_on_the_host_is_that_of_every_recorded_plan(name: str) -> None:
     for case in seen:
         tile, sure = tile_of(case.problem, name, seen, sms)
         assert sure
-        counts, ctas, exact = splits_of(case.problem, tile.configs[name], sms)
-        assert exact == (name == "tilelang-splitkv")
+        counts, ctas, exact = splits_of(case.problem, tile.configs[name], sms, "H200")
+        assert exact
         ran = case.configs[name]
         assert (max(counts.values()), ctas) == (ran["splits_max"], ran["work_items"]), case.name
+
+
+def drawn(random: Random, work: str) -> DecodeProblem:
+    """A batch of this kind of work on 132 SMs."""
+    while True:
+        batch, longest = random.randint(1, 200), int(2 ** random.uniform(0, 16))
+        least = random.choice([longest, longest, longest * 9 // 10, 1])
+        heads_kv = random.choice([1, 2, 4, 8])
+        shape = DecodeProblem(
+            kv_lens=tuple(random.randint(least, longest) for _ in range(batch)),
+            heads_q=heads_kv * random.choice([1, 4, 7, 16, 64]),
+            heads_kv=heads_kv,
+            head_dim=random.choice([64, 96, 128, 256]),
+            dtype=random.choice(["bfloat16", "float16", "float32"]),
+        )
+        if work_of(shape, 132) == work:
+            return shape
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_tritons_splits_are_those_that_a_plan_on_an_h200_would_make(
+    work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever this process does with kernels, and whichever recorded tile stands in."""
+    h200 = Machine(sms=132, shared_bytes=232448, registers=65536, capability=(9, 0))
+    monkeypatch.setattr(triton_splitkv, "machine_of", lambda device: h200)
+    monkeypatch.setattr(triton_splitkv, "_compile", lambda *what: None)
+    made: list[Splitting] = []
+    monkeypatch.setattr(triton_splitkv, "TritonPlan", lambda *what: made.append(what[-1]))
+    impl, random = triton_splitkv.TritonSplitKV(), Random(work)
+    config = read_cases(ROOT / "reports" / "h200-decode")[0].configs["triton-splitkv"]
+    for _ in range(40):
+        shape = drawn(random, work)
+        impl.plan(shape, torch.device("cuda", 0))
+        table = made[-1].table
+        counts, ctas, exact = splits_of(shape, config, 132, "H200")
+        assert exact
+        assert counts == dict(zip(shape.kv_lens, table.counts.tolist(), strict=True))
+        assert ctas == made[-1].ctas
+
+
+@pytest.mark.parametrize(
+    ("device", "exact"),
+    [("H100 80GB HBM3", True), ("GH200 480GB", True), ("A100-SXM4-80GB", False), ("B200", False), ("H2000", False)],
+)
+def test_tritons_rule_is_asked_about_gpus_that_it_is_known_of(device: str, exact: bool) -> None:
+    case = read_cases(ROOT / "reports" / "h200-decode")[0]
+    assert splits_of(case.problem, case.configs["triton-splitkv"], 132, device)[-1] is exact
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [("NVIDIA H200", "by its rule"), ("NVIDIA L40", "tile as on b16_8k")],
+)
+def test_it_is_said_whether_the_tile_is_the_rules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gpu: str, words: str
+) -> None:
+    library = {"library": "triton", "num_stages": 3}
+    records = [
+        r | {"config": r["config"] | library} if r.get("impl") == "triton-splitkv" else r
+        for r in with_tiles(on_gpu(gpu_records(), gpu))
+    ]
+    code, out, _ = told(
+        capsys, "--kv-lens", "16x8192", "--heads", "32/8", "--records", study_folder(write(tmp_path, records))
+    )
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if "triton-splitkv, num_splits auto: " in line]
+    assert line.endswith(f" CTAs ({words})")
 
 
 @pytest.mark.parametrize(
@@ -358,11 +430,12 @@ def test_the_rule_on_the_host_is_that_of_every_recorded_plan(name: str) -> None:
     [{"dtype": "float32"}, {"head_dim": 112}, {"head_dim": 2048}],
     ids=lambda change: str(*change.values()),
 )
-def test_where_tilelang_would_refuse_its_rule_is_not_asked(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", OURS)
+def test_where_an_implementation_would_refuse_its_rule_is_not_asked(name: str, change: dict[str, Any]) -> None:
     folder = ROOT / "reports" / "h200-decode"
     case = read_cases(folder)[0]
     shape = replace(case.problem, **change)
-    counts, ctas, exact = splits_of(shape, case.configs["tilelang-splitkv"], 132)
-    assert not exact
+    counts, ctas, exact = splits_of(shape, case.configs[name], 132, "H200")
+    assert exact == (name == "triton-splitkv" and shape.head_dim <= 256)
     assert min(counts.values()) >= 1
     assert ctas >= shape.batch * shape.heads_kv

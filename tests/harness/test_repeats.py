@@ -289,8 +289,8 @@ def test_an_exported_study_is_one_run_and_its_repeat_is_asked_for_by_name(tmp_pa
     assert set(both["run_id"]) == {"run-a", "run-b"}
 
 
+@pytest.mark.pinned
 def test_the_page_of_a_study_with_two_runs_holds_both(tmp_path: Path) -> None:
-    pytest.importorskip("itables")
     folder = study(tmp_path)
     page = render_study([folder], page=True).with_name("report.html").read_text(encoding="utf-8")
     number = line_of(folder, "b1_8k", "tilelang-splitkv")

@@ -172,6 +172,7 @@ def test_it_is_not_one_of_several_that_are_compared(folder: Path, tmp_path: Path
         render_study([ran, folder])
 
 
+@pytest.mark.pinned
 def test_a_page_of_it_has_its_figure_and_its_links(folder: Path) -> None:
     render_study([folder], page=True)
     page = (folder / PAGE_FILE).read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,10 @@ from impls.triton_combine import FORMS, combine_form, combine_kernel
 from impls.triton_exchange import pairs_at_a_time
 from impls.triton_launch import Launch
 from impls.triton_splitkv import TUNING, TritonPlan, decide, split_kernel
-from impls.triton_tile import Tile, block_d, choose_tile
+from impls.triton_tile import CPU, Tile, block_d, choose_tile, sm_90
 
 SM_90 = GPUTarget("cuda", 90, 32)
-H200 = {"multiprocessor_count": 132, "max_shared_mem": 232448}
+H200 = sm_90(132)
 POINTEES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
@@ -98,7 +99,6 @@ def compile_split(head_dim: int, dtype: str, tile: Tile, exchange: int = 0) -> d
 
 def resources() -> dict[str, dict[str, int]]:
     """What ptxas allotted, by kernel."""
-    triton_tile._device_properties = lambda device: H200  # type: ignore[assignment]
     shapes = [
         *((dim, "bfloat16", group) for dim in HEAD_DIMS for group in (4, 24, 64)),
         *((dim, "float32", 4) for dim in HEAD_DIMS),
@@ -108,7 +108,7 @@ def resources() -> dict[str, dict[str, int]]:
     for head_dim, dtype, group in shapes:
         problem = DecodeProblem(kv_lens=(), heads_q=8 * group, heads_kv=8, head_dim=head_dim, dtype=dtype)
         for work in WORK:
-            tile = choose_tile(problem, torch.device("cuda"), TUNING, work=work)
+            tile = choose_tile(problem, H200, TUNING, work=work)
             name = f"d{head_dim} {dtype} {tile.block_h}x{tile.block_n}x{tile.num_stages} {work}"
             out[f"split {name}"] = compile_split(head_dim, dtype, tile)
             if dtype == "float32":  # never exchanged
@@ -139,8 +139,8 @@ def variants() -> dict[str, int]:
         lens = tuple((37 * b + 16 * i) % 211 for i in range(1 + b % 5))
         problem = DecodeProblem(kv_lens=lens, heads_q=8, heads_kv=2, head_dim=64)
         tuning = {**TUNING, "num_splits": 1 + len(lens)}
-        tile = choose_tile(problem, torch.device("cpu"), tuning, work="short")
-        splitting = decide(problem, torch.device("cpu"), tuning, tile)
+        tile = choose_tile(problem, CPU, tuning, work="short")
+        splitting = decide(problem, replace(H200, sms=CPU.sms), tuning, tile)
         plan = TritonPlan(problem, torch.device("cpu"), tuning, tile, splitting)
         plan.run(make_inputs(problem, b, "cpu"), plan.new_output())
     return {name: len(found) for name, found in keys.items()}

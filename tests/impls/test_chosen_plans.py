@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-import torch
 
 from impls import tilelang_splitkv, triton_splitkv, triton_tile
 from impls.contract import PlanRefused, Scalar
@@ -14,6 +13,7 @@ from impls.problem import DecodeProblem
 from impls.splitkv_plan import BUDGET, WORK, Splitting, rounds_splits, work_of
 from impls.tilelang_splitkv import MACHINES
 from impls.tilelang_tile import ring_share, ring_tiles
+from impls.triton_tile import Machine, sm_90
 
 OURS = ("tilelang", "triton")
 
@@ -24,13 +24,9 @@ UNLIKE = (3210, 2732, 2949, 1754, 2580, 2367, 2742, 2492, 2508, 1632, 1809, 2681
 
 
 @pytest.fixture
-def h200(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+def h200() -> Machine:
     """What the rules see of an H200."""
-    properties = {"multiprocessor_count": 132, "max_shared_mem": 232448, "max_num_regs": 65536}
-    monkeypatch.setattr(triton_tile, "_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton_splitkv, "INTERPRETED", False)
-    return torch.device("cuda", 0)
+    return sm_90(132)
 
 
 def batch(lens: tuple[int, ...], heads: tuple[int, int], head_dim: int) -> DecodeProblem:
@@ -38,7 +34,7 @@ def batch(lens: tuple[int, ...], heads: tuple[int, int], head_dim: int) -> Decod
 
 
 def planned(
-    name: str, shape: DecodeProblem, device: torch.device, tuning: Mapping[str, Scalar] | None = None
+    name: str, shape: DecodeProblem, device: Machine, tuning: Mapping[str, Scalar] | None = None
 ) -> tuple[object, Splitting]:
     """The tile and the splits."""
     if name == "tilelang":
@@ -50,7 +46,7 @@ def planned(
     return triton_splitkv.choose_plan(shape, device, choice, tiles)
 
 
-def by_kind(shape: DecodeProblem, device: torch.device, work: str) -> triton_tile.Tile:
+def by_kind(shape: DecodeProblem, device: Machine, work: str) -> triton_tile.Tile:
     return triton_tile.choose_tile(shape, device, triton_splitkv.TUNING, work=work)
 
 
@@ -71,7 +67,7 @@ def by_kind(shape: DecodeProblem, device: torch.device, work: str) -> triton_til
     ],
 )
 def test_triton_takes_another_tile_for_what_the_plan_shows(
-    h200: torch.device, lens: tuple[int, ...], heads: tuple[int, int], head_dim: int, work: str, instead: str
+    h200: Machine, lens: tuple[int, ...], heads: tuple[int, int], head_dim: int, work: str, instead: str
 ) -> None:
     shape = batch(lens, heads, head_dim)
     assert work_of(shape, 132) == work
@@ -81,7 +77,7 @@ def test_triton_takes_another_tile_for_what_the_plan_shows(
     assert tile == by_kind(shape, h200, work)  # who chooses the splits gets the tile of the kind
 
 
-def test_two_rounds_where_an_exchange_would_share_sms(h200: torch.device) -> None:
+def test_two_rounds_where_an_exchange_would_share_sms(h200: Machine) -> None:
     shape = batch((22_131, 1794, 1566, 1100, 900, 800, 700, 500), (32, 8), 64)
     _, splitting = planned("triton", shape, h200)
     _, two = planned("triton", shape, h200, {"waves": 2})
@@ -99,7 +95,7 @@ def test_two_rounds_where_an_exchange_would_share_sms(h200: torch.device) -> Non
     ],
 )
 def test_tilelang_takes_the_long_tile_where_ctas_stand_alone(
-    h200: torch.device, lens: tuple[int, ...], heads: tuple[int, int], head_dim: int, tile: tuple[int, int]
+    h200: Machine, lens: tuple[int, ...], heads: tuple[int, int], head_dim: int, tile: tuple[int, int]
 ) -> None:
     made, _ = planned("tilelang", batch(lens, heads, head_dim), h200)
     assert isinstance(made, tilelang_splitkv.Tile)
@@ -118,7 +114,7 @@ def test_tilelang_takes_the_long_tile_where_ctas_stand_alone(
     ],
 )
 def test_a_pair_in_a_cluster_where_that_ends_before_an_exchange(
-    h200: torch.device, lens: tuple[int, ...], heads: tuple[int, int], head_dim: int, cluster: int
+    h200: Machine, lens: tuple[int, ...], heads: tuple[int, int], head_dim: int, cluster: int
 ) -> None:
     _, splitting = planned("tilelang", batch(lens, heads, head_dim), h200)
     assert splitting.cluster == cluster
@@ -129,7 +125,7 @@ def test_a_pair_in_a_cluster_where_that_ends_before_an_exchange(
     ("sequences", "splits"),
     [(25, 1), (20, 2), (19, 2), (49, 1), (84, 2)],  # 200, 160, 152, 392 and 672 CTAs on 132 SMs
 )
-def test_rounds_of_narrow_heads_are_whole_or_in_two(h200: torch.device, sequences: int, splits: int) -> None:
+def test_rounds_of_narrow_heads_are_whole_or_in_two(h200: Machine, sequences: int, splits: int) -> None:
     shape = batch((5000,) * sequences, (16, 8), 64)
     choice = triton_splitkv.TUNING
     assert rounds_splits(shape, choice, sms=132, tiles_per_split=8) == splits
@@ -157,7 +153,7 @@ def random_batches(count: int) -> list[DecodeProblem]:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_plan_fits_a_budget_of_what_it_takes(name: str, h200: torch.device) -> None:
+def test_a_plan_fits_a_budget_of_what_it_takes(name: str, h200: Machine) -> None:
     """No plan that is only weighed refuses it, or makes it another; and with a byte less it is no larger."""
     merged = 0
     for shape in random_batches(300):
@@ -178,7 +174,7 @@ def test_a_plan_fits_a_budget_of_what_it_takes(name: str, h200: torch.device) ->
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_who_asks_for_an_exchange_gets_it_with_the_tile_of_the_kind(name: str, h200: torch.device) -> None:
+def test_who_asks_for_an_exchange_gets_it_with_the_tile_of_the_kind(name: str, h200: Machine) -> None:
     """The rule changes no plan into one that cannot do what was asked for."""
     exchanged = 0
     for shape in random_batches(300):

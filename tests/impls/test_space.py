@@ -10,12 +10,13 @@ import torch
 import tvm
 
 from harness.study import load_study
-from impls import tilelang_splitkv, triton_splitkv, triton_tile
+from impls import tilelang_splitkv, triton_splitkv
 from impls.catalog import OURS, load
 from impls.contract import DecodeImpl, check_tuning
 from impls.problem import DecodeProblem
 from impls.space import SPLIT_SPACE, Configuration, Tunable, expand
 from impls.splitkv_plan import SPLIT_TUNING, Limits, choose_splits
+from impls.triton_tile import sm_90
 from tests.impls.test_triton import ask_compiler
 
 CASES = load_study("reports/h200-decode").cases
@@ -29,9 +30,7 @@ def impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Dec
     properties = SimpleNamespace(multi_processor_count=SM_COUNT, shared_memory_per_block_optin=SHARED_BYTES)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    asked = {"multiprocessor_count": SM_COUNT, "max_shared_mem": SHARED_BYTES, "max_num_regs": 65536}
-    monkeypatch.setattr(triton_tile, "_device_properties", lambda device: asked)
-    monkeypatch.setattr(triton_splitkv, "INTERPRETED", False)
+    monkeypatch.setattr(triton_splitkv, "machine_of", lambda device: sm_90(SM_COUNT))
     return load(request.param)
 
 
@@ -44,7 +43,7 @@ def what_runs(impl: DecodeImpl, problem: DecodeProblem, configuration: Configura
     """The tile and the splits that a configuration comes to."""
     if impl.name == "triton-splitkv":
         choice = check_tuning(configuration.tuning, triton_splitkv.TUNING)
-        tile: object = triton_splitkv.choose_tile(problem, H200, choice, work="long")
+        tile: object = triton_splitkv.choose_tile(problem, sm_90(SM_COUNT), choice, work="long")
         block_n, block_h = tile.block_n, tile.block_h  # type: ignore[attr-defined]
     else:
         choice = check_tuning(configuration.tuning, tilelang_splitkv.TUNING)

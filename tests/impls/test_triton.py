@@ -21,9 +21,11 @@ from impls.reference import reference
 from impls.splitkv_plan import WORK, work_of
 from impls.triton_combine import combine_form
 from impls.triton_splitkv import TritonSplitKV
+from impls.triton_tile import CPU, Machine, machine_of, sm_90
 from tests.impls.cases import problem
 
 ROOT = Path(__file__).parents[2]
+H200 = sm_90(132)
 
 
 def ask_compiler(question: str) -> dict[str, Any]:
@@ -96,23 +98,42 @@ def test_new_lengths_and_batch_sizes_ask_for_no_specialisation() -> None:
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """What the rules see of an H200."""
-    properties = {"multiprocessor_count": 132, "max_shared_mem": 232448, "max_num_regs": 65536}
-    monkeypatch.setattr(triton_tile, "_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton_splitkv, "INTERPRETED", False)
+    """A device that the rules take for an H200."""
+    monkeypatch.setattr(triton_splitkv, "machine_of", lambda device: H200)
     return torch.device("cuda", 0)
+
+
+def test_what_the_rules_know_of_an_h200() -> None:
+    assert Machine(sms=132, shared_bytes=232448, registers=65536, capability=(9, 0)) == H200
+    assert (H200.interprets, H200.pdl) == (False, True)
+    assert (replace(H200, capability=(8, 9)).pdl, CPU.pdl, CPU.interprets) == (False, False, True)
+
+
+def test_what_the_rules_know_of_the_device_that_is_here(device: torch.device) -> None:
+    machine = machine_of(device)
+    if device.type == "cpu":
+        assert machine == CPU
+        return
+    properties = torch.cuda.get_device_properties(device)
+    assert machine == Machine(
+        sms=properties.multi_processor_count,
+        shared_bytes=properties.shared_memory_per_block_optin,
+        registers=properties.regs_per_multiprocessor,
+        capability=(properties.major, properties.minor),
+    )
+    if machine.capability == (9, 0):
+        assert machine == sm_90(machine.sms)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "work", "an_sm"),
     [(128, "long", 1), (128, "short", 2), (128, "even", 2), (64, "long", 2), (64, "short", 2), (256, "even", 1)],
 )
-def test_programs_that_an_h200_surely_holds(h200: torch.device, head_dim: int, work: str, an_sm: int) -> None:
+def test_programs_that_an_h200_surely_holds(head_dim: int, work: str, an_sm: int) -> None:
     """By shared memory, or else by registers: two programs of 128 threads."""
     shape = problem(1024, heads=(32, 8), head_dim=head_dim)
-    tile = triton_tile.choose_tile(shape, h200, triton_tile.TILE_TUNING, work=work)
-    assert triton_tile.at_once(shape, tile, h200) == 132 * an_sm
+    tile = triton_tile.choose_tile(shape, H200, triton_tile.TILE_TUNING, work=work)
+    assert triton_tile.at_once(shape, tile, H200) == 132 * an_sm
 
 
 @pytest.mark.parametrize(
@@ -154,28 +175,28 @@ def test_what_later_lengths_need_is_compiled_with_the_first_plan(
     ],
 )
 def test_packed_work_of_over_a_cta_an_sm_is_not_split(
-    h200: torch.device, lens: tuple[int, ...], tuning: dict[str, Scalar], splits: int
+    lens: tuple[int, ...], tuning: dict[str, Scalar], splits: int
 ) -> None:
     """All CTAs are on the device at once: a round more or less means nothing."""
     shape = problem(*lens, heads=(64, 8), head_dim=256)
     choice = {**triton_splitkv.TUNING, **tuning}
-    tile = triton_tile.choose_tile(shape, h200, choice, work=work_of(shape, 132))
+    tile = triton_tile.choose_tile(shape, H200, choice, work=work_of(shape, 132))
     assert work_of(shape, 132) == "packed"
-    assert triton_tile.at_once(shape, tile, h200) >= len(lens) * 8
-    assert set(triton_splitkv.decide(shape, h200, choice, tile).table.counts.tolist()) == {splits}
+    assert triton_tile.at_once(shape, tile, H200) >= len(lens) * 8
+    assert set(triton_splitkv.decide(shape, H200, choice, tile).table.counts.tolist()) == {splits}
 
 
-def test_a_tile_of_more_than_16_rows_is_never_eager(h200: torch.device) -> None:
+def test_a_tile_of_more_than_16_rows_is_never_eager() -> None:
     for group, eager in ((4, True), (16, True), (17, False), (64, False)):
         shape = problem(1024, heads=(group, 1), head_dim=128)
-        tile = triton_tile.choose_tile(shape, h200, {**triton_tile.TILE_TUNING, "eager": True}, work="long")
+        tile = triton_tile.choose_tile(shape, H200, {**triton_tile.TILE_TUNING, "eager": True}, work="long")
         assert tile.eager is eager
 
 
 @pytest.mark.parametrize("work", WORK)
-def test_who_chooses_the_keys_of_a_tile_gets_three_stages(h200: torch.device, work: str) -> None:
+def test_who_chooses_the_keys_of_a_tile_gets_three_stages(work: str) -> None:
     shape = problem(1024, heads=(64, 1), head_dim=256)
-    tile = triton_tile.choose_tile(shape, h200, {**triton_tile.TILE_TUNING, "block_n": 64}, work=work)
+    tile = triton_tile.choose_tile(shape, H200, {**triton_tile.TILE_TUNING, "block_n": 64}, work=work)
     assert (tile.block_n, tile.num_stages) == (64, 3)
 
 
