@@ -363,7 +363,7 @@ def splits_of(
     The rules have the tile too: TileLang's where that library is installed, Triton's for a GPU of
     compute capability 9.0. Else the splits are made with the tile of a recorded plan, and near to the rule's:
     Triton's takes somewhat fewer splits where they can merge without a kernel of their own; here that is where
-    the SMs hold a CTA each, for how many more one holds is not in a record.
+    the SMs hold a CTA each, for how many more one holds is not in a record. Nor is another tile weighed.
 
     Args:
         problem: the batch.
@@ -372,8 +372,15 @@ def splits_of(
         device: its name.
     """
     # Imports torch, which takes a second or two.
-    from impls.splitkv_plan import SPLIT_TUNING, choose_splits, split_limits, stays_whole
-    from impls.triton_tile import can_exchange
+    from impls.splitkv_plan import (
+        SPLIT_TUNING,
+        TRITON_WHOLE,
+        choose_splits,
+        rounds_splits,
+        split_limits,
+        stays_whole,
+    )
+    from impls.triton_tile import TILE_TUNING, can_exchange
 
     if (made := _by_tilelang(problem, tile, sm_count) or _by_triton(problem, tile, sm_count, device)) is not None:
         table, per_split = made.table, made.tiles_per_split
@@ -386,12 +393,15 @@ def splits_of(
             tma=bool(tile.get("tma")),
         )
         per_split = problem.tiles_per_split(tile["block_h"])
-        whole = tile.get("library") == "triton" and stays_whole(
-            problem, SPLIT_TUNING, sms=sm_count, tiles_per_split=per_split, at_once=PACKED_AN_SM * sm_count
-        )
+        choice, fixed = {**SPLIT_TUNING, **TILE_TUNING}, None
+        if tile.get("library") == "triton":
+            shape = {"sms": sm_count, "tiles_per_split": per_split}
+            at_once = PACKED_AN_SM * sm_count
+            whole = stays_whole(problem, choice, **shape, at_once=at_once, kinds=TRITON_WHOLE)
+            fixed = 1 if whole else rounds_splits(problem, choice, **shape)
         table = choose_splits(
             problem,
-            {**SPLIT_TUNING, "num_splits": 1} if whole else SPLIT_TUNING,
+            SPLIT_TUNING if fixed is None else {**SPLIT_TUNING, "num_splits": fixed},
             sm_count=sm_count,
             tiles_per_split=per_split,
             limits=limits,
@@ -424,16 +434,16 @@ def _by_tilelang(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int)
 def _by_triton(problem: DecodeProblem, tile: Mapping[str, Any], sm_count: int, device: str) -> Splitting | None:
     """What Triton's rule makes of a problem on the GPU of the records; None but for :data:`HOPPER`."""
     from impls.contract import PlanRefused
-    from impls.splitkv_plan import SPLIT_TUNING, WORK
-    from impls.triton_rule import choose_plan, refused_problem
-    from impls.triton_tile import TILE_TUNING, choose_tile, sm_90
+    from impls.splitkv_plan import SPLIT_TUNING
+    from impls.triton_rule import choose_plan, refused_problem, tiles_of
+    from impls.triton_tile import TILE_TUNING, sm_90
 
     if tile.get("library") != "triton" or not set(HOPPER) & set(device.split()):
         return None
     if refused_problem(problem) is not None:
         return None
     machine, choice = sm_90(sm_count), {**SPLIT_TUNING, **TILE_TUNING}
-    tiles = {work: choose_tile(problem, machine, choice, work=work) for work in WORK}
+    tiles = tiles_of(problem, machine, choice)
     try:
         return choose_plan(problem, machine, choice, tiles)[1]
     except PlanRefused:

@@ -71,6 +71,12 @@ SHORT_BYTES = 1 << 20
 WORK = ("long", "short", "few", "crowd", "packed", "even", "steady", "rounds", "spill")
 """Kinds of batches, which have tiles of their own (:func:`work_of`)."""
 
+WHOLE = ("packed", "crowd")
+"""Kinds of which nothing is split (:func:`stays_whole`)."""
+
+TRITON_WHOLE = (*WHOLE, "spill")
+"""The same for Triton's kernel, whose tiles share an SM where TileLang's do not."""
+
 STEADY_BYTES = 2 << 20
 """K and V of a CTA over which it reads so long that its start hardly matters."""
 
@@ -277,7 +283,7 @@ def work_of(problem: DecodeProblem, sms: int) -> str:
 
 
 def leaves_splits(choice: Mapping[str, Scalar]) -> bool:
-    """Whether the caller has left all about splits to our rule, in the tuning of either kernel."""
+    """Whether the caller has left how many splits there are to our rule, in the tuning of either kernel."""
     return choice["num_splits"] == "auto" and choice["waves"] is None and choice.get("cluster") is None
 
 
@@ -287,7 +293,8 @@ def rounds_splits(
     """Splits of every sequence in rounds, up to head dim 64, or None for other work.
 
     Two, if that fills whole rounds of CTAs by over 8 % more than one does. More are not worth it: our tiles share
-    an SM, so that no round waits for another. Who chooses a tile gets :func:`impls.splits.balanced_counts`.
+    an SM, so that no round waits for another. Who chooses ``block_n`` or ``num_stages`` gets what
+    :func:`impls.splits.balanced_counts` says.
 
     Args:
         problem: what is to be computed.
@@ -310,7 +317,7 @@ def stays_whole(
     sms: int,
     tiles_per_split: int,
     at_once: int,
-    kinds: Collection[str] = ("packed", "crowd"),
+    kinds: Collection[str] = WHOLE,
 ) -> bool:
     """Whether nothing is split: work of these kinds of over a CTA an SM that is all on the device at once, or
     whose rounds of CTAs are at least 70 % full.
@@ -373,7 +380,8 @@ def stand_alone(problem: DecodeProblem, splitting: Splitting, sms: int) -> bool:
     With under 1.6 CTAs an SM, most have an SM to themselves and the longest decides; no more of its K and V are on
     their way than it asks for by itself. From head dim 65 to 128 with a share of over 256 keys for an SM; up to
     head dim 64 with over 512, where nothing is split, some SMs hold two, and the longest is over 15 % longer than
-    that share; not above head dim 128, where there is no shorter tile (measured: ``reports/NOTES.md``).
+    that share, which only TileLang's rule asks; not above head dim 128, where TileLang has no shorter tile
+    (measured: ``reports/NOTES.md``).
 
     Args:
         problem: what is to be computed.

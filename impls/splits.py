@@ -258,8 +258,8 @@ def balanced_counts(
         kv_lens: keys of each sequence.
         tiles_per_split: CTAs that one split launches: KV heads times head tiles.
         ctas: CTAs that the device runs at once.
-        min_keys: no split is planned much shorter than this (it is rounded to the nearest count, or for equal
-            lengths up).
+        min_keys: no split is planned much shorter than this (it is rounded to the nearest count, or up, where
+            :func:`even_splits` decides).
         overhead: what starting and ending a CTA costs, in keys.
         merging: what one more split to merge costs, in keys; 0 where that is nothing.
         combine: what it costs to merge at all, in keys.
@@ -393,7 +393,8 @@ def even_splits(
         merging: as of :func:`balanced_counts`.
         whole_trips: as of :func:`balanced_counts`.
     """
-    most = min(max(1, -(-keys // max(1, min_keys))), most_splits(keys, merging))
+    min_keys = max(1, min_keys)
+    most = min(max(1, -(-keys // min_keys)), most_splits(keys, merging))
     best, least = 1, math.inf
     for waves in EVEN_WAVES:
         splits = min(max(1, waves * ctas // max(1, whole)), most)
@@ -402,9 +403,9 @@ def even_splits(
             best, least = splits, cost
     if whole_trips:
         return best
-    tiles = -(-keys // (best * max(1, min_keys)))
     if keys <= 2 * min_keys:
         return 1
+    tiles = -(-keys // (best * min_keys))
     return -(-keys // (tiles * min_keys)) if tiles <= 2 else best
 
 

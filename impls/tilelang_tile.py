@@ -168,8 +168,8 @@ def _narrow_share(problem: DecodeProblem, work: str, ctas: int, whole: bool, sms
         return 4
     if (whole and short) or work in ("packed", "crowd"):
         if 10 * ctas <= 34 * sms:
-            few = 10 * ctas <= 15 * sms and problem.max_kv > 256
-            return 2 if few or 10 * ctas > 26 * sms else 4
+            few_long = 10 * ctas <= 15 * sms and problem.max_kv > 256
+            return 2 if few_long or 10 * ctas > 26 * sms else 4
         if work in ("packed", "crowd"):
             return 4
     return 2 if ctas <= sms or short else 1

@@ -12,6 +12,8 @@ from impls.problem import DecodeProblem
 from impls.splitkv_plan import (
     AMPLE,
     BUDGET,
+    TRITON_WHOLE,
+    WORK,
     Splitting,
     decide_splitting,
     leaves_splits,
@@ -22,12 +24,17 @@ from impls.splitkv_plan import (
     stays_whole,
     work_of,
 )
-from impls.triton_tile import Machine, Tile, at_once, can_exchange
+from impls.triton_tile import Machine, Tile, at_once, can_exchange, choose_tile
 
 
 def refused_problem(problem: DecodeProblem) -> str | None:
     """Refuses head dims over 256, on any device."""
     return f"head_dim: expected <= 256, got {problem.head_dim}" if problem.head_dim > 256 else None
+
+
+def tiles_of(problem: DecodeProblem, machine: Machine, choice: Mapping[str, Scalar]) -> Mapping[str, Tile]:
+    """The tile of each kind of work, whatever the lengths."""
+    return {work: choose_tile(problem, machine, choice, work=work) for work in WORK}
 
 
 def choose_plan(
@@ -37,12 +44,15 @@ def choose_plan(
 
     The kind of work says which, but for what the plan itself shows (measured: ``reports/NOTES.md``):
 
-    - a few unlike sequences whose CTAs have an SM to themselves want the long tile
+    - a few unlike sequences, of the kind ``short``, whose CTAs have an SM to themselves want the long tile
       (:func:`impls.splitkv_plan.stand_alone`); up to head dim 64 two rounds instead, with the tile of rounds, where
       they would merge by exchange on more CTAs than SMs, though the more splits mostly take a combine kernel;
     - up to head dim 64, steady work of more CTAs than SMs wants the tile of rounds;
     - packed work of over two and a half CTAs an SM wants a longer one, of which three fit, up to head dim 64 the
       long one and up to three: where more fit than come, how they are laid out is luck.
+
+    A kind stands for its tile here: on an H200 ``long`` for 128 keys in three stages, ``spill``, and ``rounds`` up
+    to head dim 64, for 64 in three (:func:`impls.triton_tile.choose_tile`).
     """
     sms = machine.sms
     work = work_of(problem, sms)
@@ -83,8 +93,7 @@ def decide(problem: DecodeProblem, machine: Machine, choice: Mapping[str, Scalar
         ValueError: for a choice out of range.
     """
     sms, tiles, ctas = machine.sms, problem.tiles_per_split(tile.block_h), places(problem, machine, tile)
-    kinds = ("packed", "crowd", "spill")
-    whole = stays_whole(problem, choice, sms=sms, tiles_per_split=tiles, at_once=ctas, kinds=kinds)
+    whole = stays_whole(problem, choice, sms=sms, tiles_per_split=tiles, at_once=ctas, kinds=TRITON_WHOLE)
     return decide_splitting(
         problem,
         choice,

@@ -24,9 +24,8 @@ sequence that many.
 
 Plans. Tile and splits are one choice, made on the host (:func:`impls.triton_rule.choose_plan`): every kind of work
 has its tile (:func:`impls.triton_tile.choose_tile`), and where the splits that come with it show that another one
-is wanted, that one is taken, with the splits that it gets. Of a device the rule knows what
-:class:`impls.triton_tile.Machine` says, and it needs neither Triton nor a GPU, so ``splitkv recommend`` asks it
-about the GPU of its records. What is here compiles and launches what it chose.
+is wanted, that one is taken, with the splits that it gets. The rule needs neither Triton nor a GPU, so ``splitkv
+recommend`` asks it about the GPU of its records. What is here compiles and launches what it chose.
 
 Differences from TileLang's official GQA decode example (``example_gqa_decode.py``): K and V are packed and
 ragged instead of padded to one length with a mask tensor; splits follow the table instead of one count for
@@ -69,6 +68,7 @@ from impls.triton_rule import (
     decide,
     places,
     refused_problem,
+    tiles_of,
 )
 from impls.triton_tile import (
     SPACE,
@@ -398,8 +398,7 @@ class TritonSplitKV:
         """The tile of each kind of work, chosen once for all lengths and batch sizes."""
         key = (*_shape(problem, device), *(choice[name] for name in TILE_TUNING))
         if key not in self._tiles:
-            machine = machine_of(device)
-            self._tiles[key] = {work: choose_tile(problem, machine, choice, work=work) for work in WORK}
+            self._tiles[key] = tiles_of(problem, machine_of(device), choice)
         return self._tiles[key]
 
     def _compile_once(

@@ -147,15 +147,15 @@ def choose_tile(problem: DecodeProblem, machine: Machine, choice: Mapping[str, S
         key_bytes = 2 * block_d(problem.head_dim) * problem.element_bytes
         fits = machine.shared_bytes * 6 // 10 // (buffers * key_bytes)
         block_n = min(64 if problem.dtype == "float32" else 128, 1 << (fits.bit_length() - 1))
-        even = work in ("even", "steady") and block_d(problem.head_dim) == 128 and choice["block_n"] is None
+        one_round = work in ("even", "steady") and block_d(problem.head_dim) == 128 and choice["block_n"] is None
         small = block_d(problem.head_dim) <= 64
         few = work == "few" and block_d(problem.head_dim) <= 128
-        if work in ("short", "crowd", "spill") or even or few or (work == "rounds" and small):
+        if work in ("short", "crowd", "spill") or one_round or few or (work == "rounds" and small):
             block_n = max(16, block_n // 2)
         elif work == "packed":
             block_n = min(block_n, max(32, 1 << (fits.bit_length() - 3)))
         if choice["block_n"] is None:
-            stages += even or work == "crowd" or (small and work in ("short", "few", "even"))
+            stages += one_round or work == "crowd" or (small and work in ("short", "few", "even"))
     block_h = positive(choice, "block_h", block_h)
     can = block_h == 16 and problem.dtype != "float32"
     hidden = work in ("crowd", "steady") or (work == "packed" and block_d(problem.head_dim) > 64)

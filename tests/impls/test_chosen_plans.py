@@ -10,9 +10,10 @@ import pytest
 from impls import tilelang_splitkv, triton_splitkv, triton_tile
 from impls.contract import PlanRefused, Scalar
 from impls.problem import DecodeProblem
-from impls.splitkv_plan import BUDGET, WORK, Splitting, rounds_splits, work_of
+from impls.splitkv_plan import BUDGET, Splitting, rounds_splits, work_of
 from impls.tilelang_splitkv import MACHINES
 from impls.tilelang_tile import ring_share, ring_tiles
+from impls.triton_rule import choose_plan, tiles_of
 from impls.triton_tile import Machine, sm_90
 
 OURS = ("tilelang", "triton")
@@ -34,20 +35,19 @@ def batch(lens: tuple[int, ...], heads: tuple[int, int], head_dim: int) -> Decod
 
 
 def planned(
-    name: str, shape: DecodeProblem, device: Machine, tuning: Mapping[str, Scalar] | None = None
+    name: str, shape: DecodeProblem, machine: Machine, tuning: Mapping[str, Scalar] | None = None
 ) -> tuple[object, Splitting]:
     """The tile and the splits."""
     if name == "tilelang":
         choice = {**tilelang_splitkv.TUNING, **(tuning or {})}
-        made = tilelang_splitkv.decide(MACHINES["sm_90a"], shape, choice, 132)
+        made = tilelang_splitkv.decide(MACHINES["sm_90a"], shape, choice, machine.sms)
         return made.tile, made.splitting
     choice = {**triton_splitkv.TUNING, **(tuning or {})}
-    tiles = {work: triton_tile.choose_tile(shape, device, choice, work=work) for work in WORK}
-    return triton_splitkv.choose_plan(shape, device, choice, tiles)
+    return choose_plan(shape, machine, choice, tiles_of(shape, machine, choice))
 
 
-def by_kind(shape: DecodeProblem, device: Machine, work: str) -> triton_tile.Tile:
-    return triton_tile.choose_tile(shape, device, triton_splitkv.TUNING, work=work)
+def by_kind(shape: DecodeProblem, machine: Machine, work: str) -> triton_tile.Tile:
+    return triton_tile.choose_tile(shape, machine, triton_splitkv.TUNING, work=work)
 
 
 @pytest.mark.parametrize(

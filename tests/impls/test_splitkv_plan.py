@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.check import check_plan
 from harness.inputs import make_inputs
-from impls import triton_splitkv
+from impls import triton_rule
 from impls.contract import DecodeImpl, Scalar
 from impls.problem import DecodeProblem
 from impls.reference import reference
@@ -57,13 +57,13 @@ def test_triton_chooses_its_tiles_once_for_all_lengths(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     chosen: list[str] = []
-    choose = triton_splitkv.choose_tile
+    choose = triton_rule.choose_tile
 
-    def counted(*args: Any, work: str) -> triton_splitkv.Tile:
+    def counted(*args: Any, work: str) -> triton_rule.Tile:
         chosen.append(work)
         return choose(*args, work=work)
 
-    monkeypatch.setattr(triton_splitkv, "choose_tile", counted)
+    monkeypatch.setattr(triton_rule, "choose_tile", counted)
     impl = TritonSplitKV()
     for lens in ((5, 70), (900,), (3, 3, 3)):
         impl.plan(problem(*lens), device)

@@ -19,7 +19,7 @@ from impls import triton_splitkv, triton_tile
 from impls.contract import Scalar
 from impls.reference import reference
 from impls.splitkv_plan import WORK, work_of
-from impls.triton_combine import combine_form
+from impls.triton_combine import FORMS, combine_form
 from impls.triton_splitkv import TritonSplitKV
 from impls.triton_tile import CPU, Machine, machine_of, sm_90
 from tests.impls.cases import problem
@@ -92,8 +92,8 @@ def test_a_combine_program_asks_for_all_splits_at_once_and_holds_them(head_dim: 
 
 
 def test_new_lengths_and_batch_sizes_ask_for_no_specialisation() -> None:
-    """Two of the split kernel: with a merge by exchange and without."""
-    assert ask_compiler("variants") == {"split": 2, "combine": 1}
+    """Two of the split kernel, with a merge by exchange and without, and every form of the combine kernel."""
+    assert ask_compiler("variants") == {"split": 2, "combine": len(FORMS)}
 
 
 @pytest.fixture
