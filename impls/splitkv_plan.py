@@ -20,6 +20,7 @@ from impls.splits import (
     Int32Array,
     Int64Array,
     SplitTable,
+    about_equal,
     as_array,
     equal_counts,
     make_table,
@@ -207,7 +208,7 @@ def split_limits(sms: int, problem: DecodeProblem, *, block_n: int, num_stages: 
 
 def alike(problem: DecodeProblem) -> bool:
     """Whether no sequence is longer than the mean by over a quarter."""
-    return 4 * problem.max_kv * problem.batch <= 5 * problem.total_kv
+    return about_equal(problem.batch, problem.max_kv, problem.total_kv)
 
 
 def share_exceeds(problem: DecodeProblem, sms: int, keys: int) -> bool:
@@ -285,6 +286,11 @@ def work_of(problem: DecodeProblem, sms: int) -> str:
 def leaves_splits(choice: Mapping[str, Scalar]) -> bool:
     """Whether the caller has left how many splits there are to our rule, in the tuning of either kernel."""
     return choice["num_splits"] == "auto" and choice["waves"] is None and choice.get("cluster") is None
+
+
+def leaves_plan(choice: Mapping[str, Scalar]) -> bool:
+    """Whether our rule may take another plan than that of the first tile, which may not be able to exchange."""
+    return leaves_splits(choice) and choice["merge"] != "exchange"
 
 
 def rounds_splits(

@@ -136,6 +136,11 @@ def as_array(kv_lens: Lengths) -> Int64Array:
     return np.fromiter(kv_lens, np.int64, len(kv_lens))  # a third faster than from a sequence of unknown dtype
 
 
+def about_equal(sequences: int, longest: int, total: int) -> bool:
+    """Whether no sequence is longer than the mean by over a quarter, from their number, longest and sum."""
+    return 4 * longest * sequences <= 5 * total
+
+
 def equal_counts(kv_lens: Lengths, num_splits: int) -> Int64Array:
     """The same number of splits for every sequence, but never more than it has keys, and at least one.
 
@@ -277,7 +282,7 @@ def balanced_counts(
     longest = lens.item(at := lens.argmax()) if total else 0
     work = total * tiles_per_split
     whole = len(lens) * tiles_per_split
-    if 5 * whole >= 4 * ctas and whole <= ctas and 4 * longest * len(lens) <= 5 * total:
+    if 5 * whole >= 4 * ctas and whole <= ctas and about_equal(len(lens), longest, total):
         return np.ones_like(lens)  # a CTA alone reads faster than its share of the memory's speed
     if longest * len(lens) == total:
         if enough is not None and 0 < whole <= ctas:

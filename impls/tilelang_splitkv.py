@@ -66,7 +66,7 @@ from impls.splitkv_plan import (
     SplitKVPlan,
     Splitting,
     decide_splitting,
-    leaves_splits,
+    leaves_plan,
     positive,
     rounds_splits,
     split_limits,
@@ -575,7 +575,7 @@ def decide(machine: Machine, problem: DecodeProblem, choice: Mapping[str, Scalar
     tile = tiles[ring_share(problem, choice, tiles[2], sms) if 2 in tiles else 1]
     budget, ample = positive(choice, BUDGET), {**choice, BUDGET: AMPLE}
     splitting = _split(machine, problem, ample, tile, sms)
-    free = leaves_splits(choice) and choice["merge"] != "exchange"
+    free = leaves_plan(choice)
     if free and tile != tiles[1] and stand_alone(problem, splitting, sms):
         tile = tiles[1]
         splitting = _split(machine, problem, ample, tile, sms)

@@ -307,8 +307,9 @@ def clustered_splits(
         if 2 * whole >= enough and share_exceeds(problem, enough, ring):
             return None
     size = next((size for size in machine.clusters if problem.max_kv <= size * ring), None)
-    share = problem.head_dim <= 64  # an SM
-    return size if size is not None and (share or size * whole <= sms) and clusters(size) else None
+    if size is None or (problem.head_dim > 64 and size * whole > sms):
+        return None
+    return size if clusters(size) else None
 
 
 def pairs_end_sooner(problem: DecodeProblem, splitting: Splitting, tile: Tile, *, sms: int) -> bool:

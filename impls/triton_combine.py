@@ -8,6 +8,7 @@ Imported by :mod:`impls.triton_splitkv`, which says first whether Triton compile
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -98,6 +99,18 @@ def combine(
     heads_q, head_dim = out.shape[1:]
     launch = combine_launch(merges.shape[0], heads_q, head_dim, out.device, splits_max)
     launch((partial, lse, merges, out, out_lse))
+
+
+@cache
+def compile_forms(heads_q: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile and load every form of the combine kernel, by merging two splits with each; once for all tiles."""
+    partial = torch.zeros((2, heads_q, head_dim), dtype=torch.float32, device=device)
+    lse = torch.zeros((2, heads_q), dtype=torch.float32, device=device)
+    merges = torch.tensor([[0, 0, 2, 0]], dtype=torch.int32, device=device)
+    out = torch.empty((1, heads_q, head_dim), dtype=dtype, device=device)
+    out_lse = torch.empty((1, heads_q), dtype=torch.float32, device=device)
+    for splits_max in FORMS:
+        combine(partial, lse, merges, out, out_lse, splits_max)
 
 
 def combine_launch(merges: int, heads_q: int, head_dim: int, device: torch.device, splits_max: int) -> Launch:

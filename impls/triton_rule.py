@@ -16,7 +16,7 @@ from impls.splitkv_plan import (
     WORK,
     Splitting,
     decide_splitting,
-    leaves_splits,
+    leaves_plan,
     positive,
     rounds_splits,
     split_limits,
@@ -58,7 +58,7 @@ def choose_plan(
     work = work_of(problem, sms)
     budget, ample = positive(choice, BUDGET), {**choice, BUDGET: AMPLE}
     tile, splitting = tiles[work], decide(problem, machine, ample, tiles[work])
-    if leaves_splits(choice) and choice["merge"] != "exchange":
+    if leaves_plan(choice):
         instead, waves = _instead(problem, work, splitting, sms)
         if tiles[instead] != tile or waves is not None:
             other = decide(problem, machine, {**ample, "waves": waves}, tiles[instead])

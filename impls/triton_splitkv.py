@@ -89,7 +89,7 @@ try:
     import triton
     import triton.language as tl
 
-    from impls.triton_combine import FORMS, combine, combine_kernel, combine_launch
+    from impls.triton_combine import combine_kernel, combine_launch, compile_forms
     from impls.triton_exchange import LN_2, cast, merge, pairs_at_a_time, send
 except ImportError as error:
     raise ImplUnavailable(f"import triton: {error}") from error
@@ -440,10 +440,6 @@ def _compile(
     merge = "exchange" if exchange and may_exchange(programs, 2, places(tiny, machine, tile)) else "combine"
     small = {**choice, "num_splits": 2, "merge": merge, BUDGET: SPLIT_TUNING[BUDGET]}
     plan = TritonPlan(tiny, device, small, tile, decide(tiny, machine, small, tile))
-    output = plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)
+    plan.run(DecodeInputs(tiny, q, kv, kv, cu_seqlens_k), None)
     if merge == "combine":
-        assert output.lse is not None, "lse: expected a tensor, as new_output() makes it, got None"
-        merges = torch.tensor([[0, 0, 2, 0]], dtype=torch.int32, device=device)
-        partial, partial_lse = plan.workspaces()
-        for splits_max in FORMS:  # of which each takes two splits as well
-            combine(partial, partial_lse, merges, output.out, output.lse, splits_max)
+        compile_forms(tiny.heads_q, tiny.head_dim, dtype, device)

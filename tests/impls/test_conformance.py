@@ -318,6 +318,10 @@ def test_a_workspace_over_budget_is_refused_before_it_is_allocated(name: str) ->
 # --- combine ----------------------------------------------------------------------------------------------
 
 
+COMBINES = {"tilelang-splitkv": "impls.tilelang_splitkv", "triton-splitkv": "impls.triton_combine"}
+"""Implementation -> the module that has its ``combine``."""
+
+
 def _combined(name: str, partial: Tensor, lse: Tensor, splits: list[int]) -> tuple[Tensor, Tensor]:
     """What the combine kernel of an implementation makes of consecutive slots, ``splits[b]`` of them for each b."""
     heads, dim = partial.shape[1:]
@@ -329,7 +333,7 @@ def _combined(name: str, partial: Tensor, lse: Tensor, splits: list[int]) -> tup
     out = torch.full((len(splits), heads, dim), math.nan, dtype=torch.float16, device=DEVICE)
     out_lse = torch.full((len(splits), heads), math.nan, device=DEVICE)
     merges = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
-    kernels(name).combine(partial, lse, merges, out, out_lse)
+    import_module(COMBINES[name]).combine(partial, lse, merges, out, out_lse)
     return out, out_lse
 
 
@@ -408,7 +412,7 @@ def test_every_form_of_a_combine_merges_any_number_of_splits(
     out = torch.full((len(rows) + 1, 3, head_dim), torch.nan, device=DEVICE)
     out_lse = torch.full((len(rows) + 1, 3), torch.nan, device=DEVICE)
     merges = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
-    kernels(name).combine(partial.to(DEVICE), lse.to(DEVICE), merges, out, out_lse, **form)
+    import_module(COMBINES[name]).combine(partial.to(DEVICE), lse.to(DEVICE), merges, out, out_lse, **form)
     out, out_lse = out.cpu(), out_lse.cpu()
     for b, first, count, _ in rows:
         scores = lse[first : first + count].double()

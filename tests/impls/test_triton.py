@@ -15,7 +15,7 @@ import torch
 
 from harness.check import check_plan
 from harness.inputs import make_inputs
-from impls import triton_splitkv, triton_tile
+from impls import triton_combine, triton_splitkv, triton_tile
 from impls.contract import Scalar
 from impls.reference import reference
 from impls.splitkv_plan import WORK, work_of
@@ -89,6 +89,17 @@ def test_a_combine_program_asks_for_all_splits_at_once_and_holds_them(head_dim: 
     assert form["COLUMNS"] * form["BLOCK_S"] <= 2048 * num_warps
     assert 2 * form["COLUMNS"] > min(32, head_dim)
     assert form["COLUMNS"] & (form["COLUMNS"] - 1) == 0
+
+
+def test_every_form_of_a_combine_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None may be compiled later, in front of a CUDA graph; none is run again for another tile."""
+    asked: list[int] = []
+    monkeypatch.setattr(triton_combine, "combine", lambda *tensors: asked.append(tensors[-1]))
+    triton_combine.compile_forms.cache_clear()
+    for _ in range(2):
+        triton_combine.compile_forms(8, 64, torch.float16, torch.device("cpu"))
+    triton_combine.compile_forms.cache_clear()
+    assert asked == list(FORMS)
 
 
 def test_new_lengths_and_batch_sizes_ask_for_no_specialisation() -> None:
